@@ -1,0 +1,69 @@
+"""Everything that swapkv raises, by whose fault it is.
+
+`ProtocolError`: the caller's. `BudgetExhausted`: nobody's, try again later. `TransferError`: the device's or a
+tier's. `PoolClosed` and `PoolBroken`: the pool cannot serve any more. Messages name the value, the limit, the remedy.
+"""
+
+
+class SwapError(Exception):
+    """The root of every error that swapkv raises on purpose."""
+
+
+class ProtocolError(SwapError):
+    """The caller asked for something that the present state does not allow. Nothing has changed."""
+
+
+class UnknownSequence(ProtocolError):  # noqa: N818
+    """No sequence of this name is registered."""
+
+
+class NeverFits(ProtocolError):  # noqa: N818
+    """The request is larger than the whole pool: waiting would not help."""
+
+
+class IllegalTransition(ProtocolError):  # noqa: N818
+    """The chunk's state has no such event. Reaching this through the public API is a bug of swapkv."""
+
+
+class KVEvicted(ProtocolError):  # noqa: N818
+    """The sequence's KV is gone; `reset` it and run its tokens again."""
+
+
+class BudgetExhausted(SwapError):  # noqa: N818
+    """Something is used up for now. Nothing has changed; try again later or free some."""
+
+
+class PagesExhausted(BudgetExhausted):
+    """Not enough free device pages: preempt or finish a sequence."""
+
+
+class HostTierFull(BudgetExhausted):
+    """Not enough room in the host tier: finish a sequence, enlarge `host_bytes`, or allow recompute."""
+
+
+class WouldBlock(BudgetExhausted):
+    """A `_nowait` call would have had to wait. Nothing has changed; use the call without `_nowait`."""
+
+
+class TransferError(SwapError):
+    """A copy failed. The KV is where it was before the copy began."""
+
+
+class ChecksumMismatch(TransferError):  # noqa: N818
+    """The bytes that came back are not those that were stored. They were not used."""
+
+
+class DrainTimeout(TransferError):  # noqa: N818
+    """Copies in flight did not end in time; what they touch is quarantined, not reused."""
+
+
+class VoidStep(TransferError):  # noqa: N818
+    """A forward ran on layers of a restore that then failed: drop its output, its tokens were taken back."""
+
+
+class PoolClosed(SwapError):  # noqa: N818
+    """The pool was closed, by `close()` or by leaving `open_pool`."""
+
+
+class PoolBroken(SwapError):  # noqa: N818
+    """An internal invariant or the device failed for good. The cause is chained; open a new pool."""

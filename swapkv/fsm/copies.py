@@ -1,0 +1,328 @@
+"""Segments become copy commands, within the budgets; completions come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from swapkv.config import RestoreOrder, Verify
+from swapkv.errors import DrainTimeout
+from swapkv.fsm import edit, events, offload, restore
+from swapkv.fsm.commands import Copy, CopyItem
+from swapkv.fsm.records import Chunk, Goal, Op, Segment, Sequence
+from swapkv.fsm.transitions import ChunkEvent
+from swapkv.ids import ChunkId, Fence, GroupId, Lane, LayerId
+
+if TYPE_CHECKING:
+    from swapkv.fsm.core import SwapCore
+
+
+def first_dirty_page(core: SwapCore, chunk: Chunk) -> int:
+    """The first page of the chunk that its host copy does not hold."""
+    if chunk.copy.offset is None or chunk.copy.generation != chunk.generation:
+        return chunk.first_live
+    return max(chunk.first_live, chunk.copy.tokens // core.layout.page_size)
+
+
+def cut(core: SwapCore, chunks: list[Chunk], pages: dict[ChunkId, int], order: RestoreOrder) -> Iterator[Segment]:
+    """Cut chunks × all layers into segments of about `segment_bytes`.
+
+    `pages[chunk.id]`: pages to move of each chunk. LAYER_MAJOR: every chunk's first layers before any chunk's next.
+    """
+    blocks = list(_layer_blocks(core, chunks, pages, order))
+    for group, low, high in blocks:
+        layers = core.layout.groups[group].layers[low:high]
+        page_bytes = sum(core.layout.layer_bytes[layer] for layer in layers)
+        run: list[Chunk] = []
+        run_bytes = 0
+        for chunk in (c for c in chunks if c.group == group):
+            chunk_bytes = pages[chunk.id] * page_bytes
+            if run and run_bytes + chunk_bytes > core.config.segment_bytes:
+                yield Segment(group, run, low, high, run_bytes)
+                run, run_bytes = [], 0
+            run.append(chunk)
+            run_bytes += chunk_bytes
+        if run:
+            yield Segment(group, run, low, high, run_bytes)
+
+
+def _layer_blocks(
+    core: SwapCore, chunks: list[Chunk], pages: dict[ChunkId, int], order: RestoreOrder
+) -> Iterator[tuple[GroupId, int, int]]:
+    """Layer ranges `[low, high)` of a group, in the order in which they are to be copied."""
+    groups = sorted({chunk.group for chunk in chunks})
+    if order is RestoreOrder.LAYER_MAJOR:
+        position = dict.fromkeys(groups, 0)
+        for group in core.layout.group_of_layer:
+            if group in position:
+                yield group, position[group], position[group] + 1
+                position[group] += 1
+        return
+    for group in groups:
+        layers = core.layout.groups[group].layers
+        most = max(pages[c.id] for c in chunks if c.group == group)
+        low, size = 0, 0
+        for at, layer in enumerate(layers):
+            layer_bytes = most * core.layout.layer_bytes[layer]
+            if at > low and size + layer_bytes > core.config.segment_bytes:
+                yield group, low, at
+                low, size = at, 0
+            size += layer_bytes
+        yield group, low, len(layers)
+
+
+def pump(core: SwapCore) -> None:
+    """Submit what the budgets let through, restores in their order."""
+    for sequence in list(core.offloads.values()):
+        work = sequence.offload
+        while work is not None and work.segments and _may_submit(core, Lane.OUT, work.segments[0]):
+            work.ops.add(_submit(core, Lane.OUT, sequence, work.segments.popleft()).id)
+    for sequence in restore.in_order(core):
+        coming = sequence.restore
+        while coming is not None and coming.segments:
+            segment = coming.segments[0]
+            over = coming.inflight_bytes + segment.num_bytes > core.config.inflight_bytes_per_sequence
+            if coming.inflight_bytes and over:
+                break
+            if not _may_submit(core, Lane.IN, segment):
+                return
+            op = _submit(core, Lane.IN, sequence, coming.segments.popleft())
+            coming.ops.add(op.id)
+            coming.inflight_bytes += op.num_bytes
+
+
+def next_wake(core: SwapCore) -> int | None:
+    """When the next thing happens by time alone; None: never."""
+    oldest = next((op for op in core.ops.values() if not op.hung), None)
+    times = [] if oldest is None else [oldest.submitted_ns + core.config.copy_deadline_ns]
+    for lane, segment in ((Lane.OUT, _next_out(core)), (Lane.IN, _next_in(core))):
+        if segment is not None and core.inflight[lane] < core.config.ops_per_lane:
+            ready = core.buckets[lane].ready_ns(segment.num_bytes, core.now_ns)
+            if ready > core.now_ns:
+                times.append(ready)
+    return min(times, default=None)
+
+
+def done(core: SwapCore, event: events.CopyDone) -> None:
+    """A copy is complete."""
+    op = _close(core, event)
+    if op is None:
+        return
+    core.bandwidth[op.lane].observe(op.num_bytes, event.elapsed_ns)
+    core.counters["bytes_out" if op.lane is Lane.OUT else "bytes_in"] += op.num_bytes
+    (offload.landed if op.lane is Lane.OUT else restore.landed)(core, op, event.checksums)
+    _settle(core, op)
+
+
+def failed(core: SwapCore, event: events.CopyFailed) -> None:
+    """A copy failed: its owner's offload or restore is undone."""
+    op = _close(core, event)
+    if op is None:
+        return
+    core.counters[f"failed_{op.lane.name.lower()}_copies"] += 1
+    _give_up(core, op, event.cause)
+    _settle(core, op)
+
+
+def rejected(core: SwapCore, event: events.CopyRejected) -> None:
+    """A copy was never submitted: its bytes go back to the bucket, and it counts as failed."""
+    op = core.ops.get(event.op)
+    if op is not None and not op.hung:
+        core.buckets[op.lane].give_back(op.num_bytes)
+    failed(core, events.CopyFailed(event.op, event.cause))
+
+
+def fence_passed(core: SwapCore, event: events.FencePassed) -> None:
+    """The device is past a fence: what it guarded comes free."""
+    _pass(core, event.fence)
+
+
+def expire(core: SwapCore) -> None:
+    """Let go of copies past their deadline: what they may still touch is quarantined, and their owner gives up."""
+    deadline = core.now_ns - core.config.copy_deadline_ns
+    overdue = []
+    for op in core.ops.values():
+        if op.submitted_ns > deadline:
+            break
+        if not op.hung:
+            overdue.append(op)
+    for op in overdue:
+        _quarantine(core, op)
+    for op in overdue:
+        cause = DrainTimeout(
+            f"copy {op.id} ({op.lane.name}, {op.num_bytes} bytes of sequence {op.sequence!r}) has not ended within "
+            f"{core.config.copy_deadline_ns} ns; what it may still touch is quarantined: check the device or tier"
+        )
+        _give_up(core, op, cause)
+        _settle(core, op)
+
+
+def _may_submit(core: SwapCore, lane: Lane, segment: Segment) -> bool:
+    if core.inflight[lane] >= core.config.ops_per_lane:
+        return False
+    return core.buckets[lane].take(segment.num_bytes, core.now_ns)
+
+
+def _submit(core: SwapCore, lane: Lane, sequence: Sequence, segment: Segment) -> Op:
+    """Turn a segment whose bytes were taken from the bucket into a copy command."""
+    op = Op(
+        id=core.next_op(),
+        lane=lane,
+        fence=core.clock.issue(lane),
+        sequence=sequence.id,
+        group=segment.group,
+        chunks=segment.chunks,
+        firsts=[],
+        low=segment.low,
+        high=segment.high,
+        num_bytes=segment.num_bytes,
+        submitted_ns=core.now_ns,
+    )
+    items = tuple(_item(core, op, chunk) for chunk in segment.chunks)
+    after = [fence for item in items for fence in _before(core, lane, item)]
+    for item in items:
+        (core.ledger.note_read if lane is Lane.OUT else core.ledger.note_write)(op.fence, item.pages)
+    layers = core.layout.groups[op.group].layers[op.low : op.high]
+    core.ops[op.id] = op
+    core.inflight[lane] += 1
+    core.emit(
+        Copy(
+            op=op.id,
+            lane=lane,
+            fence=op.fence,
+            sequence=sequence.id,
+            group=op.group,
+            layers=tuple(LayerId(layer) for layer in layers),
+            items=items,
+            after=tuple(max(f for f in after if f.lane == source) for source in sorted({f.lane for f in after})),
+            num_bytes=op.num_bytes,
+        )
+    )
+    return op
+
+
+def _before(core: SwapCore, lane: Lane, item: CopyItem) -> tuple[Fence, ...]:
+    """A D2H copy waits for the writers of its pages, an H2D copy for their readers and writers."""
+    fences = core.ledger.before_read(item.pages) if lane is Lane.OUT else core.ledger.before_write(item.pages)
+    return tuple(fence for fence in fences if fence.lane is not lane)
+
+
+def _item(core: SwapCore, op: Op, chunk: Chunk) -> CopyItem:
+    """What one chunk contributes to a copy; from here on the copy touches it."""
+    chunk.ops.add(op.id)
+    copy = chunk.copy
+    assert copy.offset is not None
+    if op.lane is Lane.OUT:
+        first = first_dirty_page(core, chunk)
+        end = core.layout.pages_for(chunk.tokens)
+        guard = (chunk.first_live, end - chunk.first_live)
+        sums: tuple[int, ...] = ()
+    else:
+        first = chunk.first_live
+        end = core.layout.pages_for(copy.tokens)
+        guard = (copy.guard_first, copy.guard_pages)
+        sums = tuple(copy.checksums[op.low : op.high]) if core.config.verify is not Verify.NONE else ()
+    op.firsts.append(first)
+    op.tokens.append(chunk.tokens)
+    op.generations.append(chunk.generation)
+    return CopyItem(
+        chunk=chunk.id,
+        pages=chunk.pages[first:end].copy(),
+        first=first,
+        host=copy.offset,
+        guard_first=guard[0],
+        guard_pages=guard[1],
+        checksums=sums,
+    )
+
+
+def _close(core: SwapCore, event: events.CopyDone | events.CopyFailed) -> Op | None:
+    """Take the op off the books; None for an op that is unknown, was answered before, or had been given up."""
+    op = core.ops.pop(event.op, None)
+    if op is None:
+        core.counters["repeated_completions"] += 1
+        return None
+    _pass(core, op.fence)
+    core.inflight[op.lane] -= 1
+    if op.hung:
+        core.counters["late_completions"] += 1
+        return None
+    _detach(core, op)
+    return op
+
+
+def _pass(core: SwapCore, fence: Fence) -> None:
+    if not core.clock.complete(fence):
+        core.counters["repeated_fences"] += 1
+        return
+    core.ledger.pass_fence()
+    for offset, last in core.stuck_slots:
+        if core.clock.passed(last):
+            core.host.free(offset)
+    core.stuck_slots = [(offset, last) for offset, last in core.stuck_slots if not core.clock.passed(last)]
+
+
+def _detach(core: SwapCore, op: Op) -> None:
+    for chunk in op.chunks:
+        chunk.ops.discard(op.id)
+    sequence = core.sequences.get(op.sequence)
+    if sequence is not None and sequence.offload is not None:
+        sequence.offload.ops.discard(op.id)
+    if sequence is not None and sequence.restore is not None and op.id in sequence.restore.ops:
+        sequence.restore.ops.discard(op.id)
+        sequence.restore.inflight_bytes -= op.num_bytes
+
+
+def _give_up(core: SwapCore, op: Op, cause: Exception) -> None:
+    """Undo everything that counted on this op."""
+    for name in {op.sequence: None} | {name: None for chunk in op.chunks for name in chunk.refs}:
+        sequence = core.sequences.get(name)
+        if sequence is None:
+            continue
+        if op.lane is Lane.OUT and sequence.id == op.sequence:
+            offload.undo(core, sequence, cause)
+        if op.lane is Lane.IN and sequence.goal is Goal.RESTORING and sequence.restore is not None:
+            restore.undo(core, sequence, cause)
+
+
+def _settle(core: SwapCore, op: Op) -> None:
+    """Whoever waited for the op looks again."""
+    for name in {op.sequence: None} | {name: None for chunk in op.chunks for name in chunk.refs}:
+        sequence = core.sequences.get(name)
+        if sequence is not None and sequence.offload is not None:
+            offload.settle(core, sequence)
+        if sequence is not None and sequence.restore is not None:
+            restore.settle(core, sequence)
+        if sequence is not None:
+            edit.bury_if_over(core, sequence)
+
+
+def _quarantine(core: SwapCore, op: Op) -> None:
+    """Nobody may use what a hung copy still writes: device pages of an H2D copy, the host slot of a D2H copy."""
+    core.counters["hung_copies"] += 1
+    op.hung = True
+    core.ledger.mark_stuck(op.fence)
+    for chunk in op.chunks:
+        if chunk.id in op.dropped:
+            continue
+        last = max(core.ops[other].fence for other in chunk.ops)
+        for other in chunk.ops:
+            core.ops[other].dropped.add(chunk.id)
+        if op.lane is Lane.IN:
+            core.give_back_pages(chunk)
+            core.move(chunk, ChunkEvent.UNDO_RESTORE)
+        elif chunk.copy.offset is not None:
+            core.stuck_slots.append((chunk.copy.offset, last))
+            core.forget_copy(chunk)
+        chunk.ops.clear()
+    _detach(core, op)
+
+
+def _next_out(core: SwapCore) -> Segment | None:
+    works = (s.offload for s in core.offloads.values())
+    return next((w.segments[0] for w in works if w is not None and w.segments), None)
+
+
+def _next_in(core: SwapCore) -> Segment | None:
+    works = (s.restore for s in restore.in_order(core))
+    return next((w.segments[0] for w in works if w is not None and w.segments), None)

@@ -1,0 +1,320 @@
+"""Forward passes: room for the tokens to come, pins while they are computed, a fence when they were submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from swapkv.errors import KVEvicted, PagesExhausted, ProtocolError
+from swapkv.fsm import edit, events, restore
+from swapkv.fsm.commands import ClonePages, RecordFence, StepGranted, StepRefused
+from swapkv.fsm.records import Chunk, Goal, Sequence, Step
+from swapkv.fsm.transitions import ChunkEvent, ChunkState
+from swapkv.ids import Fence, GroupId, Lane, PhysicalPages, StepId
+
+if TYPE_CHECKING:
+    from swapkv.fsm.core import SwapCore
+
+
+def begin(core: SwapCore, event: events.BeginStep) -> None:
+    """Ask for a forward pass. It is granted at once, or when pages that are on their way have come."""
+    if event.step in core.steps:
+        raise ProtocolError(f"forward {event.step} is under way already: give every forward an id of its own")
+    if not event.appends:
+        raise ProtocolError("a forward needs at least one sequence")
+    sequences = [core.sequence(name) for name in event.appends]
+    for sequence in sequences:
+        _refuse_if_busy(core, sequence, event.appends[sequence.id])
+    step = Step(id=event.step, appends=dict(event.appends), arrived_ns=core.now_ns)
+    lack = _lack(core, step)
+    if lack and not _may_come(core, lack):
+        raise _exhausted(core, step, lack)
+    core.steps[step.id] = step
+    core.waiting_steps.append(step)
+
+
+def cancel(core: SwapCore, event: events.CancelStep) -> None:
+    """Give up a forward that still waits for pages; one that was granted has to be ended or voided."""
+    step = core.steps.get(event.step)
+    if step is None:
+        core.counters["late_cancels"] += 1
+        return
+    if step.granted:
+        raise ProtocolError(f"forward {step.id} has its pages: end it or void it")
+    core.waiting_steps.remove(step)
+    del core.steps[step.id]
+
+
+def end(core: SwapCore, event: events.EndStep) -> None:
+    """The forward was submitted: its tokens count, and its pages are fenced until the device is done with them."""
+    step = _granted(core, event.step)
+    fence = _close(core, step)
+    for name, count in step.appends.items():
+        sequence = core.sequences[name]
+        if sequence.restore is not None and sequence.restore.undoing:
+            sequence.restore.voided_tokens += count
+        else:
+            _commit(core, sequence, count, fence)
+        sequence.step = None
+        if sequence.restore is None:
+            edit.trim_window(core, sequence)
+    _after(core, step)
+
+
+def void(core: SwapCore, event: events.VoidStep) -> None:
+    """The forward failed or was given up: what it wrote does not count."""
+    step = _granted(core, event.step)
+    fence = _close(core, step)
+    for name in step.appends:
+        sequence = core.sequences[name]
+        for pages in _pages_by_group(core, sequence):
+            core.ledger.note_write(fence, pages)
+        sequence.step = None
+        edit.cut_tokens(core, sequence, sequence.tokens)
+    _after(core, step)
+
+
+def grant(core: SwapCore) -> None:
+    """Grant waiting forwards in their order; refuse the first one if its pages will not come."""
+    while core.waiting_steps:
+        step = core.waiting_steps[0]
+        lack = _lack(core, step)
+        if not lack:
+            core.waiting_steps.popleft()
+            _grant(core, step)
+        elif not _may_come(core, lack):
+            _refuse(core, step, _exhausted(core, step, lack))
+        elif not _revoke_one(core, lack):
+            return
+
+
+def refuse_waiting(core: SwapCore, sequence: Sequence, why: str) -> None:
+    """A sequence is leaving: forwards that name it and still wait for pages will not happen."""
+    for step in [s for s in core.waiting_steps if sequence.id in s.appends]:
+        _refuse(core, step, ProtocolError(why))
+
+
+def _refuse_if_busy(core: SwapCore, sequence: Sequence, count: int) -> None:
+    name = sequence.id
+    if count < 0:
+        raise ProtocolError(f"appending {count} tokens to sequence {name!r}: give 0 or more")
+    if sequence.finishing:
+        raise ProtocolError(f"sequence {name!r} is finishing: it takes part in no forward")
+    if sequence.step is not None or any(name in s.appends for s in core.waiting_steps):
+        raise ProtocolError(f"sequence {name!r} is in a forward already: end that one first")
+    if sequence.goal is Goal.EVICTED:
+        raise KVEvicted(
+            f"sequence {name!r} has no KV ({sequence.tokens} tokens were dropped): reset it, run them again"
+        )
+    gated = sequence.restore is not None and sequence.restore.granted
+    if sequence.goal is not Goal.ACTIVE and not gated:
+        raise ProtocolError(f"sequence {name!r} is {sequence.goal.value}: restore it before the forward")
+    if count and sequence.restore is not None and not _owns_tail(core, sequence):
+        raise ProtocolError(
+            f"sequence {name!r} shares its tail: await the whole restore before a forward appends to it"
+        )
+    if sequence.tokens + count > sequence.max_tokens:
+        raise ProtocolError(
+            f"sequence {name!r} has {sequence.tokens} tokens, {count} more exceed its max_tokens={sequence.max_tokens}: "
+            "register it with a larger max_tokens"
+        )
+
+
+def _needed(core: SwapCore, sequence: Sequence, count: int, group: GroupId) -> int:
+    """New pages of `group` that `count` more tokens take, a private copy of a shared tail included."""
+    layout = core.layout
+    if count == 0:
+        return 0
+    more = layout.pages_for(sequence.tokens + count) - layout.pages_for(sequence.tokens)
+    tail = _open_tail(core, sequence, group)
+    if tail is not None and len(tail.refs) > 1:
+        more += layout.pages_for(_tokens_in(core, sequence, tail)) - tail.first_live
+    return more
+
+
+def _open_tail(core: SwapCore, sequence: Sequence, group: GroupId) -> Chunk | None:
+    """The chunk that the next token goes into, if it has been begun."""
+    if sequence.tokens % core.layout.chunk_tokens == 0:
+        return None
+    return sequence.chunks[group][sequence.tokens // core.layout.chunk_tokens]
+
+
+def _owns_tail(core: SwapCore, sequence: Sequence) -> bool:
+    """Whether appending needs no copy of a shared tail."""
+    tails = [_open_tail(core, sequence, group) for group in core.groups()]
+    return all(t is None or (len(t.refs) == 1 and t.tokens == _tokens_in(core, sequence, t)) for t in tails)
+
+
+def _tokens_in(core: SwapCore, sequence: Sequence, chunk: Chunk) -> int:
+    """How many of the sequence's tokens lie in `chunk`."""
+    return max(0, min(core.layout.chunk_tokens, sequence.tokens - chunk.index * core.layout.chunk_tokens))
+
+
+def _lack(core: SwapCore, step: Step) -> dict[GroupId, int]:
+    """Pages by group that are missing for `step`; empty: it can be granted."""
+    lack = {}
+    for group in core.groups():
+        needed = sum(_needed(core, core.sequences[n], count, group) for n, count in step.appends.items())
+        if needed > core.ledger.available(group):
+            lack[group] = needed - core.ledger.available(group)
+    return lack
+
+
+def _may_come(core: SwapCore, lack: dict[GroupId, int]) -> bool:
+    """Whether what is missing is on its way, or held by partial restores that can be revoked."""
+    for group, missing in lack.items():
+        held = sum(c.num_live for s in restore.partial(core) for c in restore.held_chunks(core, s) if c.group == group)
+        if missing > core.coming(group) + held:
+            return False
+    return True
+
+
+def _revoke_one(core: SwapCore, lack: dict[GroupId, int]) -> bool:
+    """Take back the pages of the partial restore that is last in the queue, unless enough are on their way."""
+    if all(missing <= core.coming(group) for group, missing in lack.items()):
+        return False
+    partial = restore.partial(core)
+    if partial:
+        restore.revoke(core, partial[0])
+    return bool(partial)
+
+
+def _exhausted(core: SwapCore, step: Step, lack: dict[GroupId, int]) -> PagesExhausted:
+    core.counters["pages_exhausted"] += 1
+    missing = ", ".join(f"{pages} of layer group {group}" for group, pages in lack.items())
+    return PagesExhausted(
+        f"forward {step.id} over {list(step.appends)} lacks pages ({missing}) and none are on their way: preempt or "
+        "finish a sequence, then ask again"
+    )
+
+
+def _refuse(core: SwapCore, step: Step, cause: Exception) -> None:
+    core.waiting_steps.remove(step)
+    del core.steps[step.id]
+    core.emit(StepRefused(step.id, cause))
+
+
+def _grant(core: SwapCore, step: Step) -> None:
+    """Hand out the pages and pin the sequences."""
+    step.granted = True
+    after: set[Fence] = set()
+    for name, count in step.appends.items():
+        sequence = core.sequences[name]
+        sequence.step = step.id
+        if sequence.fresh:
+            sequence.fresh = False
+            _take_over(core, sequence)
+        if sequence.restore is not None:
+            restore.fill_tables(core, sequence)
+        for group in core.groups():
+            after.update(_grow(core, sequence, count, group))
+    core.emit(StepGranted(step.id, tuple(sorted(fence for fence in after if fence.lane is not Lane.COMPUTE))))
+
+
+def _take_over(core: SwapCore, sequence: Sequence) -> None:
+    """The first forward after a restore makes its chunks resident."""
+    for chunk in sequence.live_chunks():
+        if chunk.state is ChunkState.GPU_READY:
+            core.move(chunk, ChunkEvent.READ)
+
+
+def _grow(core: SwapCore, sequence: Sequence, count: int, group: GroupId) -> tuple[Fence, ...]:
+    """Give the sequence pages for `count` more tokens; the answer is what a writer of them waits for."""
+    if count == 0:
+        return ()
+    layout, chunks = core.layout, sequence.chunks[group]
+    tail = _open_tail(core, sequence, group)
+    after: Iterable[Fence] = () if tail is None else _make_writable(core, sequence, tail)
+    total = layout.pages_for(sequence.tokens + count)
+    position = layout.pages_for(sequence.tokens)
+    after = list(after)
+    while position < total:
+        index = position // layout.chunk_pages
+        if index == len(chunks):
+            chunks.append(core.new_chunk(group, index, sequence))
+        chunk = chunks[index]
+        assert chunk is not None
+        size = min(total, (index + 1) * layout.chunk_pages) - position
+        pages = core.ledger.allocate(group, chunk.id, size)
+        chunk.pages[chunk.held : chunk.held + size] = pages
+        chunk.held += size
+        sequence.tables[group].put(position, pages)
+        after.extend(core.ledger.before_write(pages))
+        position += size
+    return tuple(after)
+
+
+def _make_writable(core: SwapCore, sequence: Sequence, tail: Chunk) -> tuple[Fence, ...]:
+    """Make the begun chunk the sequence's own, as long as the sequence is: copied if shared, cut if it was longer."""
+    tokens = _tokens_in(core, sequence, tail)
+    if len(tail.refs) == 1:
+        if tail.tokens > tokens:
+            edit.rewind(core, tail, tokens)
+        return core.ledger.before_write(tail.pages[tail.held - 1 : tail.held])
+    own = core.new_chunk(tail.group, tail.index, sequence)
+    end = core.layout.pages_for(tokens)
+    own.tokens, own.held, own.first_live = tokens, end, tail.first_live
+    own.pages[own.first_live : end] = core.ledger.allocate(tail.group, own.id, own.num_live)
+    source, target = tail.pages[tail.first_live : end].copy(), own.live_pages().copy()
+    after = core.ledger.before_read(source) + core.ledger.before_write(target)
+    fence = core.clock.issue(Lane.COMPUTE)
+    core.ledger.note_read(fence, source)
+    core.ledger.note_write(fence, target)
+    core.emit(ClonePages(fence, tail.group, source, target, tuple(f for f in after if f.lane is not Lane.COMPUTE)))
+    sequence.chunks[tail.group][tail.index] = own
+    sequence.tables[tail.group].put(tail.index * core.layout.chunk_pages + own.first_live, target)
+    core.counters["tails_copied_on_write"] += 1
+    edit.unref(core, tail, sequence)
+    return ()
+
+
+def _granted(core: SwapCore, name: StepId) -> Step:
+    step = core.steps.get(name)
+    if step is None or not step.granted:
+        raise ProtocolError(f"forward {name} is not under way: begin it and await its pages first")
+    return step
+
+
+def _close(core: SwapCore, step: Step) -> Fence:
+    """Fence every page that the forward reads."""
+    del core.steps[step.id]
+    fence = core.clock.issue(Lane.COMPUTE)
+    core.emit(RecordFence(step.id, fence))
+    for name in step.appends:
+        for pages in _pages_by_group(core, core.sequences[name]):
+            core.ledger.note_read(fence, pages)
+    return fence
+
+
+def _pages_by_group(core: SwapCore, sequence: Sequence) -> list[PhysicalPages]:
+    """The device pages of the sequence, group by group."""
+    tables = (sequence.tables[group].pages for group in core.groups())
+    return [pages[pages >= 0] if len(pages) and pages.min() < 0 else pages for pages in tables]
+
+
+def _commit(core: SwapCore, sequence: Sequence, count: int, fence: Fence) -> None:
+    """`count` more tokens are written, all of them in the last chunks of each group."""
+    if count == 0:
+        return
+    layout = core.layout
+    first_page = sequence.tokens // layout.page_size
+    first_chunk = sequence.tokens // layout.chunk_tokens
+    sequence.tokens += count
+    for group in core.groups():
+        core.ledger.note_write(fence, sequence.tables[group].pages[first_page:])
+        for chunk in sequence.chunks[group][first_chunk:]:
+            assert chunk is not None
+            core.move(chunk, ChunkEvent.APPEND)
+            chunk.tokens = _tokens_in(core, sequence, chunk)
+
+
+def _after(core: SwapCore, step: Step) -> None:
+    """The pins are gone: what waited for that goes on."""
+    for name in step.appends:
+        sequence = core.sequences[name]
+        if sequence.restore is not None:
+            for table in sequence.tables:
+                table.cut(0)
+            restore.settle(core, sequence)
+        if sequence.finishing:
+            edit.leave(core, sequence)

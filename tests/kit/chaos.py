@@ -1,0 +1,203 @@
+"""Random traffic for the harness: everything a caller may do, at any time, with copies that fail."""
+
+from random import Random
+
+from swapkv.config import SwapConfig
+from swapkv.fsm import events
+from swapkv.fsm.core import SwapCore
+from swapkv.fsm.records import Goal
+from swapkv.ids import SeqId, StepId
+from swapkv.layout import KVLayout
+from tests.kit.harness import Harness
+
+
+class Chaos:
+    """One seed's worth of traffic. `failures`: probability that a copy fails, is rejected, or hangs."""
+
+    def __init__(
+        self,
+        seed: int,
+        layout: KVLayout,
+        pages: list[int],
+        host_chunks: int,
+        config: SwapConfig,
+        failures: float = 0.1,
+        hangs: float = 0.0,
+    ) -> None:
+        self.rng = Random(seed)
+        host_bytes = host_chunks * max(layout.chunk_bytes(g) for g in range(len(layout.groups)))  # type: ignore[arg-type]
+        self.core = SwapCore(layout, pages, host_bytes, config)
+        self.harness = Harness(self.core)
+        self.harness.fate = lambda copy: self._fate(failures, hangs)
+        self.max_tokens = 3 * layout.chunk_tokens
+        self._names = 0
+        self._steps = 0
+
+    def run(self, actions: int) -> None:
+        """Act at random, then let everything end and check that nothing is left."""
+        for _ in range(actions):
+            self.act()
+        self.wind_down()
+
+    def act(self) -> None:
+        choice = self.rng.choices(_ACTIONS, weights=_WEIGHTS)[0]
+        choice(self)
+
+    def wind_down(self) -> None:
+        """Finish every sequence; all pages and host bytes must come back."""
+        self.harness.fate = lambda copy: "ok"
+        for step in list(self.harness.forwards):
+            self.harness.end_step(step)
+        for name in list(self.core.sequences):
+            if name in self.core.sequences:
+                self.harness.do(events.Finish(name))
+        for _ in range(5):
+            for step in list(self.harness.forwards):
+                self.harness.end_step(step)
+            self.harness.settle(self.rng)
+            self.harness.unhang()
+            self.harness.now_ns += self.core.config.copy_deadline_ns
+            self.harness.do(events.Tick())
+        self.harness.settle(self.rng)
+        core = self.core
+        assert not core.sequences
+        assert not core.chunks
+        assert not core.ops
+        assert not core.steps
+        assert core.host.used == 0
+        for group in core.groups():
+            assert core.ledger.free(group) == core.ledger.total(group)
+
+    def any_sequence(self, *goals: Goal) -> SeqId | None:
+        names = [n for n, s in self.core.sequences.items() if not goals or s.goal in goals]
+        return self.rng.choice(names) if names else None
+
+    def new_name(self) -> SeqId:
+        self._names += 1
+        return SeqId(f"s{self._names}")
+
+    def register(self) -> None:
+        if len(self.core.sequences) < 6:
+            name = self.new_name()
+            step_tokens = self.rng.choice([None, self.core.layout.chunk_tokens])
+            if self.harness.do(events.Register(name, self.max_tokens, step_tokens, self.rng.randrange(3))):
+                self.harness.tokens[name] = []
+
+    def begin_step(self) -> None:
+        names = [n for n, s in self.core.sequences.items() if s.goal in (Goal.ACTIVE, Goal.RESTORING)]
+        chosen = self.rng.sample(names, min(len(names), self.rng.randint(1, 3)))
+        chunk = self.core.layout.chunk_tokens
+        appends = {n: self.rng.choice([0, 1, 1, 1, 2, chunk // 2, chunk]) for n in chosen}
+        for name in chosen:
+            step_tokens = self.max_tokens - len(self.harness.tokens[name])
+            appends[name] = min(appends[name], step_tokens)
+        if appends:
+            self._steps += 1
+            self.harness.begin_step(StepId(self._steps), appends)
+
+    def end_step(self) -> None:
+        if self.harness.forwards:
+            step = self.rng.choice(list(self.harness.forwards))
+            (self.harness.void_step if self.rng.random() < 0.15 else self.harness.end_step)(step)
+
+    def cancel_step(self) -> None:
+        if self.harness.waiting and self.rng.random() < 0.3:
+            step = self.rng.choice(list(self.harness.waiting))
+            if self.harness.do(events.CancelStep(step)):
+                del self.harness.waiting[step]
+
+    def preempt(self) -> None:
+        self._tell(events.Preempt, Goal.ACTIVE)
+
+    def restore(self) -> None:
+        name = self.any_sequence(Goal.PARKED)
+        if name is not None:
+            self.harness.do(events.BeginRestore(name, self.rng.choice([None, 0, 1])))
+
+    def anything(self) -> None:
+        """A wish in whatever state: it is served or refused, and nothing breaks."""
+        kinds = (events.Preempt, events.BeginRestore, events.CancelPreempt, events.CancelRestore)
+        self._tell(self.rng.choice(kinds))
+
+    def cancel(self) -> None:
+        self._tell(events.CancelPreempt, Goal.PARKING)
+        self._tell(events.CancelRestore, Goal.RESTORING)
+
+    def fork(self) -> None:
+        parent = self.any_sequence()
+        if parent is not None and len(self.core.sequences) < 6:
+            self.harness.fork(parent, self.new_name(), self.max_tokens)
+
+    def truncate(self) -> None:
+        name = self.any_sequence()
+        if name is not None and self.harness.tokens[name]:
+            length = len(self.harness.tokens[name])
+            self.harness.truncate(name, self.rng.randint(max(0, length - 5), length))
+
+    def evict(self) -> None:
+        name = self.any_sequence()
+        if name is not None and self.harness.do(events.Evict(name)):
+            self.harness.tokens[name] = []
+
+    def reset(self) -> None:
+        self._tell(events.Reset, Goal.EVICTED)
+
+    def finish(self) -> None:
+        self._tell(events.Finish)
+
+    def run_lane(self) -> None:
+        self.harness.run_lane(self.rng)
+
+    def report(self) -> None:
+        self.harness.report(self.rng)
+
+    def pass_time(self) -> None:
+        self.harness.now_ns += self.rng.choice([1_000, 1_000_000, 100_000_000])
+        self.harness.do(events.Tick())
+
+    def hang_on(self) -> None:
+        if self.rng.random() < 0.1:
+            self.harness.unhang()
+
+    def repeat(self) -> None:
+        """A completion that was reported before, or of a copy that never was."""
+        known = self.core._next_op + 1
+        op = self.rng.randint(1, known)
+        if op not in self.core.ops:
+            self.harness.do(events.CopyDone(op))  # type: ignore[arg-type]
+
+    def _tell(self, kind: type, *goals: Goal) -> None:
+        name = self.any_sequence(*goals)
+        if name is not None:
+            self.harness.do(kind(name))
+
+    def _fate(self, failures: float, hangs: float) -> str:
+        if self.rng.random() < hangs:
+            return "hang"
+        if self.rng.random() < failures:
+            return self.rng.choice(["fail", "reject"])
+        return "ok"
+
+
+_TABLE = {
+    Chaos.register: 3,
+    Chaos.begin_step: 10,
+    Chaos.end_step: 10,
+    Chaos.cancel_step: 1,
+    Chaos.preempt: 5,
+    Chaos.restore: 5,
+    Chaos.anything: 2,
+    Chaos.cancel: 1,
+    Chaos.fork: 1,
+    Chaos.truncate: 1,
+    Chaos.evict: 0.3,
+    Chaos.reset: 1,
+    Chaos.finish: 0.7,
+    Chaos.run_lane: 25,
+    Chaos.report: 20,
+    Chaos.pass_time: 2,
+    Chaos.hang_on: 1,
+    Chaos.repeat: 0.5,
+}
+_ACTIONS = list(_TABLE)
+_WEIGHTS = list(_TABLE.values())

@@ -1,0 +1,213 @@
+"""A naive model beside the core: every forward checks that it reads exactly what was written, token by token."""
+
+from collections import deque
+from collections.abc import Callable
+from random import Random
+
+import attrs
+
+from swapkv.errors import SwapError, TransferError
+from swapkv.fsm import commands, events
+from swapkv.fsm.core import SwapCore
+from swapkv.fsm.records import Goal
+from swapkv.ids import Lane, SeqId, StepId
+from tests.kit.stamps import Stamp, StampDevice, Work
+
+
+@attrs.define(eq=False)
+class Forward:
+    """A granted forward: what it should read, and where it writes."""
+
+    step: StepId
+    reads: dict[SeqId, list[Stamp]]
+    writes: dict[SeqId, list[Stamp]]
+    tables: dict[SeqId, list[list[int]]]
+    gated: set[SeqId]
+    void: set[SeqId] = attrs.field(factory=set)
+
+
+class Harness:
+    """Drives one core with stamped memory. `tokens[s]` is what the naive model says the sequence holds."""
+
+    def __init__(self, core: SwapCore) -> None:
+        self.core = core
+        self.device = StampDevice(core)
+        self.now_ns = 0
+        self.tokens: dict[SeqId, list[Stamp]] = {}
+        self.forwards: dict[StepId, Forward] = {}
+        self.queued: list[Forward] = []
+        self.hung: list[commands.Copy] = []
+        self.released: set[int] = set()
+        self.waiting: dict[StepId, dict[SeqId, int]] = {}
+        self.reports: deque[object] = deque()
+        self.news: list[commands.Command] = []
+        self.fate: Callable[[commands.Copy], str] = lambda copy: "ok"
+        self.checks_each_event = True
+        self._stamp = 0
+
+    def do(self, event: events.Event) -> bool:
+        """Send one event and carry out what the core answers. False: it refused, and nothing has changed."""
+        try:
+            out = self.core.handle(event, self.now_ns)
+        except SwapError:
+            if self.checks_each_event:
+                self.core.check()
+            return False
+        for command in out:
+            self._carry_out(command)
+        if self.checks_each_event:
+            self.core.check()
+            self.device.poison_free_pages()
+        return True
+
+    def begin_step(self, step: StepId, appends: dict[SeqId, int]) -> bool:
+        self.waiting[step] = appends
+        if not self.do(events.BeginStep(step, appends)):
+            del self.waiting[step]
+            return False
+        return True
+
+    def end_step(self, step: StepId) -> None:
+        forward = self.forwards.pop(step)
+        for name, stamps in forward.writes.items():
+            self.tokens[name] = self.tokens[name] + stamps
+        assert self.do(events.EndStep(step))
+
+    def void_step(self, step: StepId) -> None:
+        self.forwards.pop(step)
+        assert self.do(events.VoidStep(step))
+
+    def fork(self, parent: SeqId, child: SeqId, max_tokens: int) -> None:
+        if self.do(events.Fork(parent, child, max_tokens)):
+            self.tokens[child] = list(self.tokens[parent])
+
+    def truncate(self, name: SeqId, length: int) -> None:
+        before = self.tokens[name]
+        self.tokens[name] = before[:length]
+        if not self.do(events.Truncate(name, length)):
+            self.tokens[name] = before
+
+    def run_lane(self, rng: Random) -> bool:
+        """Let one lane that can run do its first work."""
+        lanes = self.device.runnable()
+        if not lanes:
+            return False
+        answer = self.device.run(rng.choice(lanes))
+        if answer is not None:
+            self.reports.append(answer)
+        return True
+
+    def report(self, rng: Random) -> bool:
+        """Deliver one report, in any order."""
+        if not self.reports:
+            return False
+        at = rng.randrange(len(self.reports))
+        self.reports.rotate(-at)
+        report = self.reports.popleft()
+        assert self.do(report)  # type: ignore[arg-type]
+        return True
+
+    def unhang(self) -> None:
+        """Hung copies go on after all, and move their bytes."""
+        self.released.update(copy.op for copy in self.hung)
+        self.hung.clear()
+
+    def settle(self, rng: Random) -> None:
+        """Run and report until nothing is left."""
+        while self.run_lane(rng) or self.report(rng):
+            pass
+
+    def _carry_out(self, command: commands.Command) -> None:
+        self.news.append(command)
+        if isinstance(command, commands.Copy):
+            self._submit(command)
+        elif isinstance(command, commands.ClonePages):
+            self.device.submit_clone(command, events.FencePassed)
+        elif isinstance(command, commands.RecordFence):
+            self.device.submit_record(command, events.FencePassed)
+        elif isinstance(command, commands.StepGranted):
+            self._start(command)
+        elif isinstance(command, commands.StepRefused):
+            del self.waiting[command.step]
+        elif isinstance(command, commands.RestoreUndone):
+            self._undone(command)
+        elif isinstance(command, commands.Parked):
+            if command.outcome is commands.ParkOutcome.RECOMPUTE:
+                self.tokens[command.sequence] = []
+        elif isinstance(command, commands.Gone):
+            del self.tokens[command.sequence]
+
+    def _submit(self, copy: commands.Copy) -> None:
+        fate = self.fate(copy)
+        if fate == "reject":
+            self.reports.append(events.CopyRejected(copy.op, TransferError("rejected")))
+            self.device.lanes[copy.lane].append(Work(lambda: None, (), copy.fence))
+        elif fate == "fail":
+            failure = TransferError("failed")
+            self.device.submit_copy(copy, lambda c: events.CopyFailed(c.op, failure), moves=False)
+        elif fate == "ok":
+            self.device.submit_copy(copy, lambda c: events.CopyDone(c.op), moves=True)
+        else:
+            assert fate == "hang"
+            self.hung.append(copy)
+            self.device.submit_copy(copy, lambda c: events.CopyDone(c.op), moves=True)
+            self.device.lanes[copy.lane][-1].gate = lambda: copy.op in self.released
+
+    def _start(self, granted: commands.StepGranted) -> None:
+        """The forward begins: it reads what the model expects, and writes new stamps."""
+        appends = self.waiting.pop(granted.step)
+        sequences = {name: self.core.sequences[name] for name in appends}
+        forward = Forward(
+            granted.step,
+            reads={name: list(self.tokens[name]) for name in appends},
+            writes={name: [self._next(name) for _ in range(count)] for name, count in appends.items()},
+            tables={name: [t.pages.tolist() for t in s.tables] for name, s in sequences.items()},
+            gated={name for name, s in sequences.items() if s.goal is Goal.RESTORING},
+        )
+        self.forwards[granted.step] = forward
+
+        def gate() -> bool:
+            open_names = forward.gated - forward.void
+            return all(self._restored(name) for name in open_names)
+
+        self.queued.append(forward)
+        self.device.lanes[Lane.COMPUTE].append(Work(lambda: self._forward(forward), granted.after, None, gate))
+
+    def _restored(self, name: SeqId) -> bool:
+        sequence = self.core.sequences.get(name)
+        return sequence is None or sequence.restore is None
+
+    def _forward(self, forward: Forward) -> None:
+        self.queued.remove(forward)
+        for name in forward.reads:
+            if name not in forward.void:
+                self._compute(forward, name)
+
+    def _compute(self, forward: Forward, name: SeqId) -> None:
+        layout = self.core.layout
+        before = forward.reads[name]
+        for group, layers in enumerate(g.layers for g in layout.groups):
+            window = layout.groups[group].window
+            table = forward.tables[name][group]
+            first = 0 if window is None else max(0, len(before) - window + 1)
+            for layer in layers:
+                for position in range(first, len(before)):
+                    page = table[position // layout.page_size]
+                    assert page >= 0, f"{name} reads position {position}, which has no page"
+                    found = self.device.page(page, layer)[position % layout.page_size]
+                    assert found == before[position], f"{name} reads {found} at {position}, expects {before[position]}"
+                for at, stamp in enumerate(forward.writes[name]):
+                    position = len(before) + at
+                    page = table[position // layout.page_size]
+                    self.device.page(page, layer)[position % layout.page_size] = stamp
+
+    def _undone(self, undone: commands.RestoreUndone) -> None:
+        if undone.voided_tokens:
+            del self.tokens[undone.sequence][-undone.voided_tokens :]
+        for forward in self.queued:
+            if undone.sequence in forward.gated:
+                forward.void.add(undone.sequence)
+
+    def _next(self, name: SeqId) -> Stamp:
+        self._stamp += 1
+        return (name, self._stamp)
