@@ -46,7 +46,7 @@ def write_pages(plane: torch.Tensor, new: torch.Tensor, page_table: torch.Tensor
         slots = (page if order is PageOrder.NHD else page.transpose(0, 1))[start - first * page_size :][: new.shape[0]]
         slots.copy_(new)
         return
-    positions = torch.arange(start, stop, device=page_table.device)
+    positions = torch.arange(start, stop)
     tokens = plane if order is PageOrder.NHD else plane.transpose(1, 2)
     tokens[page_table[positions // page_size], positions % page_size] = new.to(plane.dtype)
 
@@ -155,7 +155,7 @@ def _attend_alone(rows: torch.Tensor, start: int, stop: int, span: tuple[int, in
     scores = _score(rows, *span, view)
     hidden = _hidden(start, stop, *span, view.window)
     if hidden is not None:
-        scores.unflatten(1, (-1, stop - start)).masked_fill_(hidden, -torch.inf)
+        scores.view(scores.shape[0], -1, stop - start, scores.shape[2]).masked_fill_(hidden, -torch.inf)
     return torch.bmm(torch.softmax(scores, -1), view.gather(view.values, *span))
 
 

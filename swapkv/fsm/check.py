@@ -84,7 +84,8 @@ def _check_tables(core: SwapCore, sequence: Sequence) -> None:
                 first = chunk.index * core.layout.chunk_pages + chunk.first_live
                 expected[first : first + chunk.num_live] = chunk.live_pages()[: max(0, len(expected) - first)]
         assert (expected == sequence.tables[group].pages).all(), f"the page table of {sequence.id!r} is not its chunks'"
-        assert len(expected) >= core.layout.pages_for(sequence.tokens)
+        more = 0 if sequence.step is None else core.steps[sequence.step].appends[sequence.id]
+        assert len(expected) == core.layout.pages_for(sequence.tokens + more)
 
 
 def _check_host(core: SwapCore) -> None:

@@ -45,11 +45,12 @@ class Copy:
 
 @attrs.frozen(eq=False)
 class ClonePages:
-    """Copy device pages on the compute lane, before the forward that follows; then `fence` has been reached.
+    """Copy device pages on the compute stream of `step`, before its forward; then `fence` has been reached.
 
     The driver answers with `FencePassed`.
     """
 
+    step: StepId
     fence: Fence
     group: GroupId
     source: PhysicalPages

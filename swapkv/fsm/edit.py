@@ -123,19 +123,23 @@ def cut_tokens(core: SwapCore, sequence: Sequence, tokens: int) -> None:
         sequence.behind[group] = min(sequence.behind[group], len(chunks))
         tail = chunks[whole] if rest else None
         if tail is not None and len(tail.refs) == 1:
-            if tail.tokens > rest:
-                rewind(core, tail, rest)
-            _release_beyond(core, tail, layout.pages_for(rest))
+            shorten(core, tail, rest)
         sequence.tables[group].cut(layout.pages_for(tokens))
 
 
-def rewind(core: SwapCore, chunk: Chunk, tokens: int) -> None:
+def shorten(core: SwapCore, chunk: Chunk, tokens: int) -> None:
     """The chunk holds only `tokens` tokens from now on; a copy made before is clean at most up to there."""
-    core.move(chunk, ChunkEvent.TRUNCATE)
-    chunk.tokens = tokens
-    chunk.generation += 1
-    chunk.copy.tokens = min(chunk.copy.tokens, tokens)
-    chunk.copy.generation = chunk.generation
+    if chunk.tokens > tokens:
+        core.move(chunk, ChunkEvent.TRUNCATE)
+        chunk.tokens = tokens
+        chunk.generation += 1
+        chunk.copy.tokens = min(chunk.copy.tokens, tokens)
+        chunk.copy.generation = chunk.generation
+    pages = core.layout.pages_for(tokens)
+    if chunk.held > pages:
+        core.ledger.release(chunk.group, chunk.pages[pages : chunk.held].copy())
+        chunk.pages[pages : chunk.held] = NO_PAGE
+        chunk.held = pages
 
 
 def trim_window(core: SwapCore, sequence: Sequence) -> None:
@@ -225,14 +229,6 @@ def _trim(core: SwapCore, sequence: Sequence, group: GroupId, first_page: int) -
     chunk.pages[chunk.first_live : keep] = NO_PAGE
     table.put(index * chunk_pages + chunk.first_live, no_pages(keep - chunk.first_live))
     chunk.first_live = keep
-
-
-def _release_beyond(core: SwapCore, chunk: Chunk, pages: int) -> None:
-    """Give back the chunk's device pages from page `pages` on."""
-    if chunk.held > pages:
-        core.ledger.release(chunk.group, chunk.pages[pages : chunk.held].copy())
-        chunk.pages[pages : chunk.held] = NO_PAGE
-        chunk.held = pages
 
 
 def _unref_all(core: SwapCore, sequence: Sequence) -> None:

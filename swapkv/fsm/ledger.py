@@ -43,7 +43,9 @@ class PageLedger:
         self._owner = np.full(total, -1, dtype=np.int64)
         self._last_read = np.zeros((len(Lane), total), dtype=np.int64)
         self._last_write = np.zeros((len(Lane), total), dtype=np.int64)
-        self._free = [np.arange(b, b + n, dtype=np.int64)[::-1].copy() for b, n in zip(self._base, pages_per_group, strict=False)]
+        self._free = [
+            np.arange(b, b + n, dtype=np.int64)[::-1].copy() for b, n in zip(self._base, pages_per_group, strict=False)
+        ]
         self._num_free = list(pages_per_group)
         self._fenced: list[list[_Batch]] = [[] for _ in pages_per_group]
         self._num_fenced = [0] * len(pages_per_group)

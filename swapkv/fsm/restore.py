@@ -205,7 +205,8 @@ def _progress(core: SwapCore, sequence: Sequence) -> None:
 
 def _publish(core: SwapCore, sequence: Sequence) -> None:
     """Everything has landed and was verified: the page table changes in one step."""
-    fill_tables(core, sequence)
+    if sequence.step is None:
+        fill_tables(core, sequence)
     sequence.goal = Goal.ACTIVE
     sequence.fresh = True
     sequence.restored_ns = core.now_ns
@@ -218,6 +219,8 @@ def fill_tables(core: SwapCore, sequence: Sequence) -> None:
     for chunk in sequence.live_chunks():
         first = chunk.index * core.layout.chunk_pages + chunk.first_live
         sequence.tables[chunk.group].put(first, chunk.live_pages())
+    for table in sequence.tables:
+        table.cut(core.layout.pages_for(sequence.tokens))
 
 
 def _as_waiting(core: SwapCore, sequence: Sequence) -> grants.Waiting:

@@ -245,11 +245,15 @@ def _grow(core: SwapCore, sequence: Sequence, count: int, group: GroupId) -> tup
 
 
 def _make_writable(core: SwapCore, sequence: Sequence, tail: Chunk) -> tuple[Fence, ...]:
-    """Make the begun chunk the sequence's own, as long as the sequence is: copied if shared, cut if it was longer."""
+    """Make the begun chunk the sequence's own, as long as the sequence is: copied if shared, cut if it was longer.
+
+    The answer is what a writer of it waits for; while it is being restored, the gates of its layers say that.
+    """
     tokens = _tokens_in(core, sequence, tail)
     if len(tail.refs) == 1:
-        if tail.tokens > tokens:
-            edit.rewind(core, tail, tokens)
+        edit.shorten(core, tail, tokens)
+        if sequence.restore is not None:
+            return ()
         return core.ledger.before_write(tail.pages[tail.held - 1 : tail.held])
     own = core.new_chunk(tail.group, tail.index, sequence)
     end = core.layout.pages_for(tokens)
@@ -260,7 +264,9 @@ def _make_writable(core: SwapCore, sequence: Sequence, tail: Chunk) -> tuple[Fen
     fence = core.clock.issue(Lane.COMPUTE)
     core.ledger.note_read(fence, source)
     core.ledger.note_write(fence, target)
-    core.emit(ClonePages(fence, tail.group, source, target, tuple(f for f in after if f.lane is not Lane.COMPUTE)))
+    assert sequence.step is not None
+    waits = tuple(f for f in after if f.lane is not Lane.COMPUTE)
+    core.emit(ClonePages(sequence.step, fence, tail.group, source, target, waits))
     sequence.chunks[tail.group][tail.index] = own
     sequence.tables[tail.group].put(tail.index * core.layout.chunk_pages + own.first_live, target)
     core.counters["tails_copied_on_write"] += 1

@@ -257,7 +257,10 @@ def convert_gguf(source: Path, directory: Path) -> None:
     Raises ImportError if the packages gguf or accelerate are missing, OSError if the disk is full.
     """
     where, file = str(source.parent), source.name
-    packed = AutoModelForCausalLM.from_pretrained(where, gguf_file=file, dtype=torch.float32, local_files_only=True)
+    try:
+        packed = AutoModelForCausalLM.from_pretrained(where, gguf_file=file, dtype=torch.float32, local_files_only=True)
+    except ImportError as error:
+        raise ImportError("GGUF files need an extra: pip install 'swapkv[transformers]'") from error
     config = packed.config
     tokenizer = AutoTokenizer.from_pretrained(
         where, gguf_file=file, tokenizer_type=config.model_type, local_files_only=True
