@@ -57,10 +57,6 @@ class DrainTimeout(TransferError):  # noqa: N818
     """Copies in flight did not end in time; what they touch is quarantined, not reused."""
 
 
-class VoidStep(TransferError):  # noqa: N818
-    """A forward ran on layers of a restore that then failed: drop its output, its tokens were taken back."""
-
-
 class PoolClosed(SwapError):  # noqa: N818
     """The pool was closed, by `close()` or by leaving `open_pool`."""
 

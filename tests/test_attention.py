@@ -13,7 +13,7 @@ from swapkv.attention import LogBase, Partial, attend, empty, merge, write_pages
 from swapkv.errors import ProtocolError
 from swapkv.layout import PageOrder
 
-ERROR_MAX = 5e-6
+ERROR_MAX = 3e-6
 """Bound on |out - float64 reference| with keys, values and queries drawn from N(0, 1), in float32."""
 
 

@@ -72,8 +72,8 @@ def attend(
     sees. Query head h reads KV head h // (Hq / Hkv).
     `window`: tokens, None for all. `scale`: factor of the scores, D ** -0.5 by default. `softcap`: scores become
     softcap · tanh(scores / softcap) (Gemma 2, 2024). `split_tokens`: a multiple of the page size, or a divisor of it.
-    Returns `[T, Hq, Dv]` in the query's dtype; the arithmetic is float32. Not
-    differentiable. Scratch memory is one split of KV and about Hq · split_tokens² scores, whatever T is.
+    Returns `[T, Hq, Dv]` in the query's dtype, not differentiable; the arithmetic is float32. Scratch memory is one
+    split of KV and Hq · split_tokens · max(split_tokens, 32) scores and weights, whatever T is.
     Raises `ProtocolError` if shapes or numbers do not fit, or if a query sees a page that is not there.
     """
     num_tokens, num_heads, head_dim = _check_shapes(query, keys, values, order)

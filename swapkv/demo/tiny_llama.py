@@ -6,6 +6,7 @@ It writes nonsense, but nonsense that depends on every byte of its KV: one wrong
 from collections.abc import Sequence
 from itertools import pairwise
 from math import sqrt
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -20,9 +21,24 @@ from swapkv.streams.memory import PagedMemory
 BOS = 256
 """The token that begins every prompt; tokens below it are bytes."""
 
+_Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of RoPE by position, float32 `[T, 1, head_dim / 2]` each."""
+
 _PIECE_TOKENS = 256
 _ROPE_BASE = 10_000.0
 _NORM_EPS = 1e-5
+
+_SHARPNESS = 4.0
+"""Scale of queries: attention that looks at a few tokens keeps greedy decoding from running into a loop."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Piece:
+    """Tokens that run together: positions `[start, stop)`. `rotation`: their `_Rotation`."""
+
+    start: int
+    stop: int
+    rotation: _Rotation
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -63,10 +79,6 @@ class TinyLlama:
         chunk_tokens: int = 256,
         windows: Sequence[int | None] | None = None,
     ) -> None:
-        if num_heads % num_kv_heads or head_dim % 2:
-            raise ProtocolError(
-                f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}, head_dim={head_dim} even"
-            )
         if vocab <= BOS:
             raise ProtocolError(f"vocab={vocab} must be at least {BOS + 1}: 256 bytes and the token that begins a text")
         self.name = f"tiny-llama-{seed}"
@@ -79,6 +91,10 @@ class TinyLlama:
             chunk_tokens=chunk_tokens,
             windows=windows,
         )
+        if num_heads % num_kv_heads or head_dim % 2:
+            raise ProtocolError(
+                f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}, head_dim={head_dim} even"
+            )
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         random = _Random(seed)
         self._embedding = random.matrix(hidden, vocab).t().contiguous() * sqrt(hidden)
@@ -109,48 +125,41 @@ class TinyLlama:
     def _forward_row(self, row: Row, memory: PagedMemory) -> int:
         if not row.tokens:
             raise ProtocolError("a row of 0 tokens has no next token: leave it out of the step")
-        stop = row.start + len(row.tokens)
-        first_end = (row.start // _PIECE_TOKENS + 1) * _PIECE_TOKENS
-        bounds = list(pairwise([row.start, *range(first_end, stop, _PIECE_TOKENS), stop]))
-        pieces = [self._embedding[torch.tensor(row.tokens[lo - row.start : hi - row.start])] for lo, hi in bounds]
-        rotations = [self._rotation(lo, hi) for lo, hi in bounds]
-        for index, layer in enumerate(self._layers):
+        pieces = self._pieces(row.start, row.start + len(row.tokens))
+        states = [self._embedding[torch.tensor(row.tokens[p.start - row.start : p.stop - row.start])] for p in pieces]
+        for index in range(len(self._layers)):
             if row.wait_layer is not None:
                 row.wait_layer(index)
-            pieces = [
-                self._run_layer(index, layer, piece, lo, rotation, row, memory)
-                for piece, (lo, _), rotation in zip(pieces, bounds, rotations, strict=True)
+            table = row.page_tables[self.layout.group_of_layer[index]]
+            states = [
+                self._run_layer(index, state, piece, table, memory) for state, piece in zip(states, pieces, strict=True)
             ]
-        logits = _norm(pieces[-1][-1:]) @ self._head
-        return int(logits.argmax())
+        return int((_norm(states[-1][-1:]) @ self._head).argmax())
+
+    def _pieces(self, start: int, stop: int) -> list[_Piece]:
+        first_end = (start // _PIECE_TOKENS + 1) * _PIECE_TOKENS
+        bounds = pairwise([start, *range(first_end, stop, _PIECE_TOKENS), stop])
+        return [_Piece(start=lo, stop=hi, rotation=self._rotation(lo, hi)) for lo, hi in bounds]
 
     def _run_layer(
-        self,
-        index: int,
-        layer: _Layer,
-        piece: torch.Tensor,
-        start: int,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        row: Row,
-        memory: PagedMemory,
+        self, index: int, state: torch.Tensor, piece: _Piece, table: torch.Tensor, memory: PagedMemory
     ) -> torch.Tensor:
-        """One layer over the tokens at `start`, …: `[T, hidden]` to `[T, hidden]`."""
+        """One layer over the tokens of a piece: `[T, hidden]` to `[T, hidden]`."""
+        layer, num_tokens = self._layers[index], len(state)
         num_rotated = self._num_heads + self._num_kv_heads
-        projected = (_norm(piece) @ layer.qkv).view(len(piece), -1, self._head_dim)
-        rotated = _rotate(projected[:, :num_rotated], rotation)
+        projected = (_norm(state) @ layer.qkv).view(num_tokens, -1, self._head_dim)
+        rotated = _rotate(projected[:, :num_rotated], piece.rotation)
         query, key, value = rotated[:, : self._num_heads], rotated[:, self._num_heads :], projected[:, num_rotated:]
-        group = self.layout.group_of_layer[index]
-        table, window = row.page_tables[group], self.layout.groups[group].window
         keys, values = memory.plane(index, "k"), memory.plane(index, "v")
-        write_pages(keys, key, table, start, PageOrder.NHD)
-        write_pages(values, value, table, start, PageOrder.NHD)
-        mixed = attend(query, keys, values, table, start, order=PageOrder.NHD, window=window)
-        piece = piece + mixed.reshape(len(piece), -1) @ layer.attention_out
-        gate, up = (_norm(piece) @ layer.gate_up).chunk(2, -1)
-        return piece + (F.silu(gate) * up) @ layer.down
+        write_pages(keys, key, table, piece.start, PageOrder.NHD)
+        write_pages(values, value, table, piece.start, PageOrder.NHD)
+        window = self.layout.groups[self.layout.group_of_layer[index]].window
+        mixed = attend(query, keys, values, table, piece.start, order=PageOrder.NHD, window=window)
+        state = state + mixed.reshape(num_tokens, -1) @ layer.attention_out
+        gate, up = (_norm(state) @ layer.gate_up).chunk(2, -1)
+        return state + (F.silu(gate) * up) @ layer.down
 
-    def _rotation(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of RoPE at positions `[start, stop)`, float32 `[T, 1, head_dim / 2]` each."""
+    def _rotation(self, start: int, stop: int) -> _Rotation:
         angles = torch.arange(start, stop, dtype=torch.float64)[:, None, None] * self._frequencies
         return angles.cos().float(), angles.sin().float()
 
@@ -164,10 +173,6 @@ class TinyLlama:
             gate_up=random.matrix(hidden, 2 * mlp),
             down=random.matrix(mlp, hidden),
         )
-
-
-_SHARPNESS = 4.0
-"""Scale of queries: attention that looks at a few tokens keeps greedy decoding from running into a loop."""
 
 
 class _Random:
@@ -186,7 +191,7 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
     return x * x.square().mean(-1, keepdim=True).add_(_NORM_EPS).rsqrt_()
 
 
-def _rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _rotate(x: torch.Tensor, rotation: _Rotation) -> torch.Tensor:
     """RoPE (Su et al., 2021) in its split-half form: pairs are (x[i], x[i + head_dim / 2]). `x`: `[T, heads, D]`."""
     cos, sin = rotation
     left, right = x.chunk(2, -1)

@@ -82,7 +82,7 @@ class StepRefused:
     cause: Exception
 
 
-class ParkOutcome(Enum):
+class PreemptOutcome(Enum):
     """How a preempt ended."""
 
     OFFLOADED = "offloaded"
@@ -95,7 +95,7 @@ class Parked:
     """The sequence is off the device and its pages have been given back."""
 
     sequence: SeqId
-    outcome: ParkOutcome
+    outcome: PreemptOutcome
 
 
 @attrs.frozen
@@ -126,6 +126,14 @@ class Restored:
     """The sequence is on the device, and its page table shows it."""
 
     sequence: SeqId
+
+
+@attrs.frozen
+class LayersLost:
+    """The restore is being undone: layers that have not been told as ready will not come. `RestoreUndone` follows."""
+
+    sequence: SeqId
+    cause: Exception | None
 
 
 @attrs.frozen
@@ -165,6 +173,7 @@ Command: TypeAlias = (
     | LayerReady
     | PagesReady
     | Restored
+    | LayersLost
     | RestoreUndone
     | Gone
     | WakeAt

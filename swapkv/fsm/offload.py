@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from swapkv.config import HostFull, RestoreOrder, Verify
 from swapkv.errors import HostTierFull, KVEvicted, ProtocolError
 from swapkv.fsm import copies, edit, events, restore, steps
-from swapkv.fsm.commands import Parked, ParkOutcome, ParkUndone
+from swapkv.fsm.commands import Parked, ParkUndone, PreemptOutcome
 from swapkv.fsm.records import Chunk, Goal, Offload, Op, Sequence
 from swapkv.fsm.transitions import ChunkEvent, ChunkState
 
@@ -177,7 +177,7 @@ def _no_room(core: SwapCore, sequence: Sequence, leaving: list[Chunk]) -> None:
     sequence.preemptions += 1
     core.counters["preemptions"] += 1
     edit.drop_kv(core, sequence)
-    core.emit(Parked(sequence.id, ParkOutcome.RECOMPUTE))
+    core.emit(Parked(sequence.id, PreemptOutcome.RECOMPUTE))
 
 
 def _now_clean(core: SwapCore, chunk: Chunk, tokens: int, generation: int) -> None:
@@ -205,7 +205,7 @@ def _let_go(core: SwapCore, sequence: Sequence, work: Offload) -> None:
     _over(core, sequence)
     for chunk in sequence.live_chunks():
         let_leave(core, chunk)
-    core.emit(Parked(sequence.id, ParkOutcome.OFFLOADED))
+    core.emit(Parked(sequence.id, PreemptOutcome.OFFLOADED))
 
 
 def _put_back(core: SwapCore, sequence: Sequence, work: Offload) -> None:

@@ -9,7 +9,7 @@ from swapkv.budget import grants
 from swapkv.config import RestoreOrder
 from swapkv.errors import KVEvicted, ProtocolError
 from swapkv.fsm import copies, edit, events, offload, steps
-from swapkv.fsm.commands import LayerReady, PagesReady, Restored, RestoreUndone
+from swapkv.fsm.commands import LayerReady, LayersLost, PagesReady, Restored, RestoreUndone
 from swapkv.fsm.records import Chunk, Goal, Op, Restore, Segment, Sequence
 from swapkv.fsm.transitions import ChunkEvent, ChunkState
 from swapkv.ids import GroupId, LayerId, SeqId
@@ -59,6 +59,7 @@ def undo(core: SwapCore, sequence: Sequence, cause: Exception | None) -> None:
     work.cause = cause
     if cause is not None:
         core.counters["failed_restores"] += 1
+    core.emit(LayersLost(sequence.id, cause))
     steps.refuse_waiting(core, sequence, f"the restore of sequence {sequence.id!r} was undone")
     _hand_over(core, sequence, work)
 

@@ -4,7 +4,7 @@ A stream does what it is given in order. `wait` orders it after an event of anot
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import attrs
 import torch
@@ -142,6 +142,7 @@ class Device(Protocol):
         """
 
 
+@runtime_checkable
 class ComputeStream(Stream, Protocol):
     """A stream that runs Python callables in its order: what a host device computes with."""
 

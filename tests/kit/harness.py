@@ -132,7 +132,7 @@ class Harness:
         elif isinstance(command, commands.RestoreUndone):
             self._undone(command)
         elif isinstance(command, commands.Parked):
-            if command.outcome is commands.ParkOutcome.RECOMPUTE:
+            if command.outcome is commands.PreemptOutcome.RECOMPUTE:
                 self.tokens[command.sequence] = []
         elif isinstance(command, commands.Gone):
             del self.tokens[command.sequence]

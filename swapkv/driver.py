@@ -1,0 +1,308 @@
+"""The asyncio driver: events go into the core, its commands become copies, fences and news.
+
+The data path in one breath: a call of `Pool` becomes an event, the core decides (`fsm/core`), its copies go to streams
+(`transfers`), reapers wait for them and report over the `bridge`, and the core decides again. Nothing is decided here.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import attrs
+
+from swapkv.bridge import Alarm, LoopBridge, Reaper
+from swapkv.errors import PoolBroken, ProtocolError, SwapError, TransferError
+from swapkv.fsm import commands, events, queries
+from swapkv.fsm.core import SwapCore
+from swapkv.fsm.records import Chunk
+from swapkv.fsm.transitions import ChunkState
+from swapkv.ids import Fence, Lane, OpId, SeqId, StepId
+from swapkv.observer import Observer
+from swapkv.streams.base import Device, Event, Stream
+from swapkv.transfers import Submitted, Transfers
+from swapkv.waiters import Waiter, Waiters
+
+Report: TypeAlias = events.Event | BaseException | Waiter
+
+
+@attrs.frozen
+class _Step:
+    """A forward that is under way: the stream that it was given, and when its pages were there."""
+
+    stream: Stream
+    sequences: tuple[SeqId, ...]
+    begin_ns: int
+
+
+class Driver:
+    """Runs one core on one device. Everything but the reapers' reports happens on the thread of the event loop."""
+
+    def __init__(self, core: SwapCore, transfers: Transfers, device: Device, observer: Observer | None) -> None:
+        self.core = core
+        self.waiters = Waiters()
+        self.restores: dict[SeqId, Any] = {}
+        self._transfers = transfers
+        self._device = device
+        self._observer = observer
+        if observer is not None:
+            core.on_transition = self._on_transition
+        self._bridge: LoopBridge[Report] = LoopBridge(self._receive)
+        self._alarm = Alarm(f"swapkv-{device.name}-alarm", lambda: self._bridge.post(events.Tick()))
+        self._reapers = {lane: Reaper(f"swapkv-{device.name}-reap-{lane.name.lower()}") for lane in Lane}
+        self._fences: dict[Fence, Event] = {}
+        self._copies: dict[OpId, tuple[commands.Copy, int]] = {}
+        self._steps: dict[StepId, _Step] = {}
+        self._last_forward: tuple[Stream, Event] | None = None
+        self._touched: set[SeqId] = set()
+        self._states: dict[SeqId, queries.SequenceState] = {}
+        self._end: SwapError | None = None
+
+    def require_open(self) -> None:
+        """Raise `PoolClosed` or `PoolBroken` if the pool serves no more, `ProtocolError` on a foreign thread."""
+        if self._end is not None:
+            raise type(self._end)(str(self._end)) from self._end.__cause__
+        if threading.get_ident() != self._bridge.thread:
+            raise ProtocolError("a pool was called from another thread: call it on the one of its event loop")
+
+    def tell(self, event: events.Event) -> None:
+        """Put one event to the core and carry out the answer. Raises what the core refuses with."""
+        self.require_open()
+        self._handle(event)
+
+    def expect_forward(self, step: StepId, sequences: Sequence[SeqId], stream: Stream) -> None:
+        """Name the stream of a forward that is about to begin, and order it after the forward before."""
+        if self._last_forward is not None and self._last_forward[0] is not stream:
+            stream.wait(self._last_forward[1])
+        self._steps[step] = _Step(stream, tuple(sequences), time.monotonic_ns())
+
+    def forget_forward(self, step: StepId) -> None:
+        """The forward will not happen."""
+        self._steps.pop(step, None)
+
+    async def reached(self, event: Event) -> None:
+        """Wait until work that was launched on a compute stream is over, well or badly."""
+        waiter = self.waiters.add("event", id(event))
+
+        def reap() -> None:
+            with suppress(TransferError):
+                event.wait()
+            self._bridge.post(waiter)
+
+        self._reapers[Lane.COMPUTE].watch(reap)
+        await waiter.wait()
+        self.waiters.drop(waiter)
+
+    def stop(self, end: SwapError) -> None:
+        """Serve no more: every call that waits, and every later one, raises `end`."""
+        if self._end is None:
+            self._end = end
+            for restore in list(self.restores.values()):
+                restore.undone(end)
+            self.waiters.end_all(end)
+
+    def shut_down(self, timeout_s: float) -> list[str]:
+        """Stop the device and the threads, blocking. Returns the names of streams and threads that are stuck."""
+        deadline_s = time.monotonic() + timeout_s
+        stuck = self._device.close(timeout_s)
+        self._alarm.close()
+        for lane, reaper in self._reapers.items():
+            if not reaper.close(max(0.1, deadline_s - time.monotonic())):
+                stuck.append(f"reaper of {lane.name}")
+        return stuck
+
+    def _receive(self, reports: list[Report]) -> None:
+        """Reports have come from the reapers or the alarm."""
+        for report in reports:
+            if self._end is not None:
+                return
+            try:
+                if isinstance(report, Waiter):
+                    report.end(None)
+                elif isinstance(report, BaseException):
+                    raise report
+                else:
+                    self._note_end(report)
+                    self._handle(report)
+            except Exception as error:
+                self._break(error)
+
+    def _handle(self, event: events.Event) -> None:
+        now_ns = time.monotonic_ns()
+        try:
+            answer = self.core.handle(event, now_ns)
+        except SwapError:
+            raise
+        except Exception as error:
+            self._break(error)
+            raise PoolBroken("the core failed on an event: open a new pool and report this") from error
+        for command in answer:
+            _CARRY_OUT[type(command)](self, command)
+        if self._observer is not None:
+            self._touched.update(_names(event))
+            self._observe_states(now_ns)
+
+    def _break(self, error: BaseException) -> None:
+        """An invariant or the device failed for good."""
+        broken = PoolBroken(f"the pool cannot go on ({type(error).__name__}: {error}): open a new one")
+        broken.__cause__ = error
+        self.stop(broken)
+
+    def _copy(self, copy: commands.Copy) -> None:
+        """Submit a copy; a reaper reports its end."""
+        self._copies[copy.op] = (copy, time.monotonic_ns())
+        try:
+            submitted = self._transfers.submit(copy, [self._fences[f] for f in copy.after if f in self._fences])
+        except Exception as error:
+            cause = (
+                error if isinstance(error, SwapError) else TransferError(f"copy {copy.op} was not accepted: {error}")
+            )
+            self._bridge.post(events.CopyRejected(copy.op, cause))
+            return
+        self._fences[copy.fence] = submitted.over
+        self._reapers[copy.lane].watch(lambda: self._reap_copy(copy.op, submitted))
+
+    def _reap_copy(self, op: OpId, submitted: Submitted) -> None:
+        begin_ns = time.monotonic_ns()
+        try:
+            submitted.copy.wait()
+            elapsed_ns = time.monotonic_ns() - begin_ns
+            self._bridge.post(events.CopyDone(op, submitted.copy.checksums(), elapsed_ns))
+        except TransferError as error:
+            self._bridge.post(events.CopyFailed(op, error))
+
+    def _clone(self, clone: commands.ClonePages) -> None:
+        """Copy pages on the forward's stream, before it."""
+        stream = self._steps[clone.step].stream
+        event = self._transfers.clone(clone, stream, [self._fences[f] for f in clone.after if f in self._fences])
+        self._fences[clone.fence] = stream.record()
+        self._reapers[Lane.COMPUTE].watch(lambda: self._reap_fence(clone.fence, event))
+
+    def _record(self, record: commands.RecordFence) -> None:
+        """Record the fence that ends a forward."""
+        step = self._steps.pop(record.step)
+        event = step.stream.record()
+        self._last_forward = (step.stream, event)
+        self._fences[record.fence] = event
+        self._reapers[Lane.COMPUTE].watch(lambda: self._reap_fence(record.fence, event, step))
+
+    def _reap_fence(self, fence: Fence, event: Event, step: _Step | None = None) -> None:
+        try:
+            event.wait()
+        except TransferError as error:
+            self._bridge.post(error)
+            return
+        if step is not None and self._observer is not None:
+            self._observer.on_forward(step.sequences, step.begin_ns, time.monotonic_ns())
+        self._bridge.post(events.FencePassed(fence))
+
+    def _note_end(self, report: events.Event) -> None:
+        """Forget the fence of what has ended, and tell the observer of a copy."""
+        if isinstance(report, events.FencePassed):
+            self._fences.pop(report.fence, None)
+        if not isinstance(report, events.CopyDone | events.CopyFailed | events.CopyRejected):
+            return
+        copy, begin_ns = self._copies.pop(report.op)
+        self._fences.pop(copy.fence, None)
+        if self._observer is not None:
+            error = None if isinstance(report, events.CopyDone) else report.cause
+            sizes = (len(copy.items), copy.num_bytes)
+            self._observer.on_copy(copy.op, copy.lane, copy.sequence, *sizes, begin_ns, time.monotonic_ns(), error)
+
+    def _granted(self, granted: commands.StepGranted) -> None:
+        step = self._steps[granted.step]
+        for fence in granted.after:
+            if fence in self._fences:
+                step.stream.wait(self._fences[fence])
+        self._steps[granted.step] = attrs.evolve(step, begin_ns=time.monotonic_ns())
+        self.waiters.end("step", granted.step)
+
+    def _refused(self, refused: commands.StepRefused) -> None:
+        self.waiters.end("step", refused.step, error=refused.cause)
+
+    def _parked(self, parked: commands.Parked) -> None:
+        self._touched.add(parked.sequence)
+        self.waiters.end("park", parked.sequence, parked.outcome)
+
+    def _park_undone(self, undone: commands.ParkUndone) -> None:
+        self._touched.add(undone.sequence)
+        self.waiters.end("park", undone.sequence, error=undone.cause or _cancelled("preempt", undone.sequence))
+
+    def _pages_ready(self, ready: commands.PagesReady) -> None:
+        self.waiters.end("pages", ready.sequence)
+
+    def _layer_ready(self, ready: commands.LayerReady) -> None:
+        if ready.sequence in self.restores:
+            self.restores[ready.sequence].layer_ready(ready.layer)
+
+    def _restored(self, restored: commands.Restored) -> None:
+        self._touched.add(restored.sequence)
+        self.restores.pop(restored.sequence, None)
+        self.waiters.end("pages", restored.sequence)
+        self.waiters.end("restore", restored.sequence)
+
+    def _layers_lost(self, lost: commands.LayersLost) -> None:
+        if lost.sequence in self.restores:
+            self.restores[lost.sequence].undone(lost.cause or _cancelled("restore", lost.sequence))
+
+    def _restore_undone(self, undone: commands.RestoreUndone) -> None:
+        self._touched.add(undone.sequence)
+        cause = undone.cause or _cancelled("restore", undone.sequence)
+        self.restores.pop(undone.sequence, None)
+        self.waiters.end("pages", undone.sequence, error=cause)
+        self.waiters.end("restore", undone.sequence, error=cause)
+
+    def _gone(self, gone: commands.Gone) -> None:
+        self._touched.add(gone.sequence)
+        self.waiters.end("gone", gone.sequence)
+
+    def _wake(self, wake: commands.WakeAt) -> None:
+        self._alarm.set(wake.at_ns)
+
+    def _on_transition(self, chunk: Chunk, before: ChunkState, after: ChunkState, now_ns: int) -> None:
+        assert self._observer is not None
+        self._touched.update(chunk.refs)
+        self._observer.on_transition(chunk.id, list(chunk.refs), before, after, now_ns)
+
+    def _observe_states(self, now_ns: int) -> None:
+        """Tell the observer which sequences are in another state than before."""
+        assert self._observer is not None
+        for name in sorted(self._touched):
+            sequence = self.core.sequences.get(name)
+            state = None if sequence is None else queries.state_of(sequence)
+            if state is not self._states.get(name):
+                self._observer.on_state(name, state, now_ns)
+            if state is None:
+                self._states.pop(name, None)
+            else:
+                self._states[name] = state
+        self._touched.clear()
+
+
+def _cancelled(what: str, sequence: SeqId) -> ProtocolError:
+    return ProtocolError(f"the {what} of sequence {sequence!r} was cancelled")
+
+
+def _names(event: events.Event) -> tuple[SeqId, ...]:
+    """The sequences that an event names."""
+    names = (getattr(event, "sequence", None), getattr(event, "child", None))
+    return (*(name for name in names if name is not None), *getattr(event, "appends", ()))
+
+
+_CARRY_OUT: dict[type, Any] = {
+    commands.Copy: Driver._copy,
+    commands.ClonePages: Driver._clone,
+    commands.RecordFence: Driver._record,
+    commands.StepGranted: Driver._granted,
+    commands.StepRefused: Driver._refused,
+    commands.Parked: Driver._parked,
+    commands.ParkUndone: Driver._park_undone,
+    commands.PagesReady: Driver._pages_ready,
+    commands.LayerReady: Driver._layer_ready,
+    commands.Restored: Driver._restored,
+    commands.LayersLost: Driver._layers_lost,
+    commands.RestoreUndone: Driver._restore_undone,
+    commands.Gone: Driver._gone,
+    commands.WakeAt: Driver._wake,
+}

@@ -1,0 +1,93 @@
+"""What can be asked of the core without changing it."""
+
+from enum import Enum
+
+from swapkv.budget.victims import Victim
+from swapkv.fsm.core import SwapCore
+from swapkv.fsm.offload import may_leave
+from swapkv.fsm.records import Goal, Sequence
+from swapkv.fsm.transitions import ChunkState
+from swapkv.ids import GroupId, SeqId
+
+FAIRNESS_NS_PER_PREEMPTION = 1_000_000.0
+
+
+class SequenceState(Enum):
+    """A sequence's state, derived from its chunks and from what was asked for it."""
+
+    REGISTERED = "REGISTERED"
+    """It has no KV yet."""
+    GPU_RESIDENT = "GPU_RESIDENT"
+    OFFLOADING = "OFFLOADING"
+    OFFLOADED = "OFFLOADED"
+    PREFETCHING = "PREFETCHING"
+    GPU_READY = "GPU_READY"
+    EVICTED = "EVICTED"
+    """Its KV is gone: reset it and run its tokens again."""
+
+
+_BY_GOAL = {
+    Goal.PARKING: SequenceState.OFFLOADING,
+    Goal.PARKED: SequenceState.OFFLOADED,
+    Goal.RESTORING: SequenceState.PREFETCHING,
+    Goal.EVICTED: SequenceState.EVICTED,
+}
+
+
+def state_of(sequence: Sequence) -> SequenceState:
+    """The derived state of one sequence."""
+    if sequence.goal in _BY_GOAL:
+        return _BY_GOAL[sequence.goal]
+    if sequence.fresh and any(chunk.state is ChunkState.GPU_READY for chunk in sequence.live_chunks()):
+        return SequenceState.GPU_READY
+    return SequenceState.GPU_RESIDENT if any(sequence.chunks) else SequenceState.REGISTERED
+
+
+def preempt_moves_bytes(core: SwapCore, name: SeqId) -> bool:
+    """Whether preempting the sequence would have to copy anything."""
+    sequence = core.sequence(name)
+    return any(not chunk.clean for chunk in sequence.live_chunks() if may_leave(core, chunk, sequence))
+
+
+def restore_moves_bytes(core: SwapCore, name: SeqId) -> bool:
+    """Whether restoring the sequence would have to copy anything or wait for a copy."""
+    settled = (ChunkState.GPU_RESIDENT, ChunkState.GPU_READY)
+    return any(chunk.state not in settled for chunk in core.sequence(name).live_chunks())
+
+
+def in_transit(core: SwapCore, name: SeqId) -> bool:
+    """Whether an offload, a restore or a forward of the sequence is under way."""
+    sequence = core.sequence(name)
+    return sequence.offload is not None or sequence.restore is not None or sequence.step is not None
+
+
+def victims(core: SwapCore) -> list[Victim]:
+    """What preempting each sequence would free and cost: all that are on the device and in no forward."""
+    candidates = (s for s in core.sequences.values() if s.goal is Goal.ACTIVE and s.step is None and not s.finishing)
+    return [_victim(core, sequence) for sequence in candidates]
+
+
+def pages_missing(core: SwapCore, group: GroupId) -> int:
+    """Pages of `group` that forwards and restores wait for beyond those that are available."""
+    from swapkv.fsm.restore import missing_pages
+
+    return max(0, missing_pages(core, group) - core.ledger.available(group))
+
+
+def _victim(core: SwapCore, sequence: Sequence) -> Victim:
+    freed = dirty = restore = shared = 0
+    for chunk in sequence.live_chunks():
+        num_bytes = chunk.num_live * core.layout.page_bytes(chunk.group)
+        if may_leave(core, chunk, sequence):
+            freed += num_bytes
+            restore += num_bytes
+            dirty += 0 if chunk.clean else num_bytes
+        else:
+            shared += num_bytes
+    return Victim(
+        sequence=sequence.id,
+        freed_bytes=freed,
+        dirty_bytes=dirty,
+        restore_bytes=restore,
+        fairness_ns=FAIRNESS_NS_PER_PREEMPTION * sequence.preemptions,
+    )

@@ -1,0 +1,150 @@
+"""What a caller holds while something is under way: a forward pass, a restore."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+import anyio
+import torch
+
+from swapkv.driver import Driver
+from swapkv.errors import ProtocolError
+from swapkv.fsm import events
+from swapkv.ids import GroupId, LayerId, SeqId
+from swapkv.streams.base import ComputeStream, Device, Event, Promise, Stream
+from swapkv.transfers import Transfers
+from swapkv.waiters import Waiter
+
+T = TypeVar("T")
+
+
+class Forward:
+    """A forward pass, between its grant and its end. `stream`: what its work has to be launched on."""
+
+    def __init__(self, driver: Driver, transfers: Transfers, stream: Stream) -> None:
+        self.stream = stream
+        self._driver = driver
+        self._transfers = transfers
+
+    def tokens(self, name: str) -> int:
+        """How many tokens the sequence has before this forward."""
+        return self._driver.core.sequence(SeqId(name)).tokens
+
+    def page_tables(self, name: str) -> tuple[torch.Tensor, ...]:
+        """For each layer group the rows of the sequence's pages in the planes of `Pool.memory`, in order.
+
+        int64 `[pages]`, the pages of the tokens to come included; -1 for a page behind the group's window. Copies.
+        """
+        tables = self._driver.core.sequence(SeqId(name)).tables
+        return tuple(self._transfers.rows(GroupId(g), table.pages) for g, table in enumerate(tables))
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Run a callable on the stream's own thread, in its order, and return what it returns.
+
+        For streams that run Python (the host device's). Raises what the callable raises, and `TransferError` if it was
+        not run because a layer that it waits for did not come. Cancellation strikes after its end: it is not recalled.
+        """
+        if not isinstance(self.stream, ComputeStream):
+            raise ProtocolError(f"stream {self.stream.name!r} runs no Python callables: launch kernels on it instead")
+        launched = self.stream.launch(function)
+        with anyio.CancelScope(shield=True):
+            await self._driver.reached(launched)
+        return launched.result()
+
+
+class Restoring:
+    """A restore under way: every page is granted, and layers arrive one by one.
+
+    Used as `async with pool.restoring(name) as coming:`. The block may run a `forward` of the sequence, which then
+    gates each layer; leaving it waits until everything is there. Left by an exception before that, the restore is
+    undone: what such a forward appended does not count, and its output has to be dropped.
+    """
+
+    def __init__(self, driver: Driver, device: Device, name: SeqId, priority: int | None) -> None:
+        self._driver = driver
+        self._device = device
+        self._name = name
+        self._priority = priority
+        self._landed = 0
+        self._error: BaseException | None = None
+        self._promises: dict[int, Promise] = {}
+        self._whole: Waiter | None = None
+
+    async def wait_layer(self, layer: int) -> None:
+        """Wait until the KV of `layer` is on the device, verified.
+
+        Raises the cause if the restore fails first. Cancellation changes nothing.
+        """
+        self._require_layer(layer)
+        if self._error is not None:
+            raise self._error
+        if layer >= self._landed:
+            await self._driver.waiters.add("layer", (self._name, layer)).wait()
+
+    def gate(self, layer: int, stream: Stream) -> None:
+        """Later work of `stream` starts once the KV of `layer` is there; it fails if the restore fails first."""
+        stream.wait(self.layer_event(layer))
+
+    def layer_event(self, layer: int) -> Event:
+        """An event that is reached once the KV of `layer` is there; it fails if the restore fails first.
+
+        For callables that run on a compute stream's own thread: they wait for it there.
+        """
+        self._require_layer(layer)
+        promise = self._promises.get(layer)
+        if promise is None:
+            promise = self._promises[layer] = self._device.create_promise()
+            if layer < self._landed or self._error is not None:
+                promise.set(self._error)
+        return promise
+
+    def layer_ready(self, layer: LayerId) -> None:
+        """The driver's word that `layer` has landed, and all before it."""
+        self._landed = layer + 1
+        if layer in self._promises:
+            self._promises[layer].set()
+        self._driver.waiters.end("layer", (self._name, layer))
+
+    def undone(self, error: BaseException) -> None:
+        """The driver's word that the restore has failed or was cancelled."""
+        self._error = error
+        for layer in range(self._landed, self._driver.core.layout.num_layers):
+            if layer in self._promises:
+                self._promises[layer].set(error)
+            self._driver.waiters.end("layer", (self._name, layer), error=error)
+
+    async def __aenter__(self) -> "Restoring":
+        """Wait until every page is granted. Cancelled or failed, the sequence is off the device as before."""
+        driver, waiters = self._driver, self._driver.waiters
+        pages, self._whole = waiters.add("pages", self._name), waiters.add("restore", self._name)
+        driver.restores.setdefault(self._name, self)
+        try:
+            driver.tell(events.BeginRestore(self._name, self._priority))
+        except BaseException:
+            waiters.drop(pages)
+            waiters.drop(self._whole)
+            if driver.restores.get(self._name) is self:
+                del driver.restores[self._name]
+            raise
+        await pages.settle(self._cancel)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._whole is not None
+        if error is None:
+            await self._whole.settle(self._cancel)
+        elif not self._whole.done:
+            self._cancel()
+            with anyio.CancelScope(shield=True):
+                await self._whole.ended()
+
+    def _cancel(self) -> None:
+        self._driver.tell(events.CancelRestore(self._name))
+
+    def _require_layer(self, layer: int) -> None:
+        if not 0 <= layer < self._driver.core.layout.num_layers:
+            raise ProtocolError(
+                f"layer {layer} is not within the model's 0 to {self._driver.core.layout.num_layers - 1}"
+            )
