@@ -206,9 +206,13 @@ class Driver:
         copy, begin_ns = self._copies.pop(report.op)
         self._fences.pop(copy.fence, None)
         if self._observer is not None:
-            error = None if isinstance(report, events.CopyDone) else report.cause
+            end_ns, error = time.monotonic_ns(), None
+            if isinstance(report, events.CopyDone):
+                begin_ns = max(begin_ns, end_ns - report.elapsed_ns)
+            else:
+                error = report.cause
             sizes = (len(copy.items), copy.num_bytes)
-            self._observer.on_copy(copy.op, copy.lane, copy.sequence, *sizes, begin_ns, time.monotonic_ns(), error)
+            self._observer.on_copy(copy.op, copy.lane, copy.sequence, *sizes, begin_ns, end_ns, error)
 
     def _granted(self, granted: commands.StepGranted) -> None:
         step = self._steps[granted.step]

@@ -29,7 +29,7 @@ class Observer:
         end_ns: int,
         error: Exception | None,
     ) -> None:
-        """A copy ended that was submitted at `begin_ns`."""
+        """A copy ended; at `begin_ns` it had been submitted and the copy before it was over."""
 
     def on_forward(self, sequences: Sequence[SeqId], begin_ns: int, end_ns: int) -> None:
         """A forward pass, from its grant to the end of its work on the device."""

@@ -185,7 +185,9 @@ async def test_pool_truncated_and_rewritten_tokens_are_not_taken_for_clean() -> 
         await pool.resume("a")
         writer.truncate("a", 6)
         async with pool.forward({"a": 4}) as forward:
-            await forward.run(lambda: [writer._each_token(forward.page_tables("a"), "x", p, write=True) for p in range(6, 10)])
+            await forward.run(
+                lambda: [writer._each_token(forward.page_tables("a"), "x", p, write=True) for p in range(6, 10)]
+            )
         writer.written["a"].extend(["x"] * 4)
         await pool.preempt("a")
         await pool.resume("a")
@@ -433,7 +435,9 @@ async def test_pool_finish_while_copies_are_in_flight_waits_for_them() -> None:
 
             device.fault = hold
 
-            async def move(call: Callable[[str], object] = pool.preempt if phase is Work.GATHER else pool.resume) -> None:
+            async def move(
+                call: Callable[[str], object] = pool.preempt if phase is Work.GATHER else pool.resume,
+            ) -> None:
                 with pytest.raises(ProtocolError, match="finished while"):
                     await call("a")  # type: ignore[misc]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from swapkv.config import RestoreOrder, Verify
 from swapkv.errors import DrainTimeout
 from swapkv.fsm import edit, events, offload, restore
@@ -179,9 +181,13 @@ def _submit(core: SwapCore, lane: Lane, sequence: Sequence, segment: Segment) ->
         submitted_ns=core.now_ns,
     )
     items = tuple(_item(core, op, chunk) for chunk in segment.chunks)
-    after = [fence for item in items for fence in _before(core, lane, item)]
-    for item in items:
-        (core.ledger.note_read if lane is Lane.OUT else core.ledger.note_write)(op.fence, item.pages)
+    pages = np.concatenate([item.pages for item in items])
+    if lane is Lane.OUT:
+        after = core.ledger.before_read(pages, lane)
+        core.ledger.note_read(op.fence, pages)
+    else:
+        after = core.ledger.before_write(pages, lane)
+        core.ledger.note_write(op.fence, pages)
     layers = core.layout.groups[op.group].layers[op.low : op.high]
     core.ops[op.id] = op
     core.inflight[lane] += 1
@@ -194,17 +200,11 @@ def _submit(core: SwapCore, lane: Lane, sequence: Sequence, segment: Segment) ->
             group=op.group,
             layers=tuple(LayerId(layer) for layer in layers),
             items=items,
-            after=tuple(max(f for f in after if f.lane == source) for source in sorted({f.lane for f in after})),
+            after=after,
             num_bytes=op.num_bytes,
         )
     )
     return op
-
-
-def _before(core: SwapCore, lane: Lane, item: CopyItem) -> tuple[Fence, ...]:
-    """A D2H copy waits for the writers of its pages, an H2D copy for their readers and writers."""
-    fences = core.ledger.before_read(item.pages) if lane is Lane.OUT else core.ledger.before_write(item.pages)
-    return tuple(fence for fence in fences if fence.lane is not lane)
 
 
 def _item(core: SwapCore, op: Op, chunk: Chunk) -> CopyItem:

@@ -4,7 +4,7 @@ Every page is exactly one of FREE, OWNED (by a chunk), FENCED (released, but sub
 QUARANTINED (a copy that hung may touch it for ever). Hazards are keyed by the physical page, reads and writes apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 
 import attrs
@@ -95,7 +95,7 @@ class PageLedger:
             return
         assert (self._state[pages] == PageState.OWNED).all(), "a page was released twice"
         self._owner[pages] = -1
-        until = self.before_write(pages)
+        until = latest((*self._pending(self._last_write, pages), *self._pending(self._last_read, pages)))
         if any(self._behind_stuck(fence) for fence in until):
             self._put_quarantine(group, _Batch(pages.copy(), until))
         elif until:
@@ -120,19 +120,19 @@ class PageLedger:
 
     def note_read(self, fence: Fence, pages: PhysicalPages) -> None:
         """Submitted work reads `pages` until `fence` passes."""
-        self._last_read[fence.lane, pages] = fence.value
+        self._last_read[fence.lane][pages] = fence.value
 
     def note_write(self, fence: Fence, pages: PhysicalPages) -> None:
         """Submitted work writes `pages` until `fence` passes."""
-        self._last_write[fence.lane, pages] = fence.value
+        self._last_write[fence.lane][pages] = fence.value
 
-    def before_read(self, pages: PhysicalPages) -> tuple[Fence, ...]:
-        """What a reader of `pages` waits for: the writers that are not over."""
-        return self._pending(self._last_write, pages)
+    def before_read(self, pages: PhysicalPages, lane: Lane) -> tuple[Fence, ...]:
+        """What a reader of `pages` on `lane` waits for: the writers on other lanes that are not over."""
+        return tuple(self._pending(self._last_write, pages, lane))
 
-    def before_write(self, pages: PhysicalPages) -> tuple[Fence, ...]:
-        """What a writer of `pages` waits for: the readers and writers that are not over."""
-        return _latest(self._pending(self._last_write, pages) + self._pending(self._last_read, pages))
+    def before_write(self, pages: PhysicalPages, lane: Lane) -> tuple[Fence, ...]:
+        """What a writer of `pages` on `lane` waits for: the readers and writers on other lanes that are not over."""
+        return latest((*self._pending(self._last_write, pages, lane), *self._pending(self._last_read, pages, lane)))
 
     def pass_fence(self) -> None:
         """A fence has passed: free the pages that nothing touches any more."""
@@ -171,9 +171,14 @@ class PageLedger:
             assert len(set(quarantined)) == len(quarantined) == self._num_quarantined[group]
         assert ((self._owner >= 0) == (self._state == PageState.OWNED)).all(), "an owner without an owned page"
 
-    def _pending(self, table: NDArray[np.int64], pages: PhysicalPages) -> tuple[Fence, ...]:
-        fences = (self._clock.pending(lane, table[lane, pages]) for lane in Lane if self._clock.open_fences(lane))
-        return tuple(fence for fence in fences if fence is not None)
+    def _pending(
+        self, table: NDArray[np.int64], pages: PhysicalPages, apart_from: Lane | None = None
+    ) -> Iterator[Fence]:
+        for lane in Lane:
+            if lane is not apart_from and self._clock.open_fences(lane):
+                fence = self._clock.pending(lane, table[lane][pages])
+                if fence is not None:
+                    yield fence
 
     def _over(self, batch: _Batch) -> bool:
         return all(self._clock.passed(fence) for fence in batch.until)
@@ -210,6 +215,9 @@ class PageLedger:
         self._state[pages] = PageState.FREE
 
 
-def _latest(fences: tuple[Fence, ...]) -> tuple[Fence, ...]:
+def latest(fences: Iterable[Fence]) -> tuple[Fence, ...]:
     """The last fence of each lane: a lane works in order."""
-    return tuple(max(f for f in fences if f.lane == lane) for lane in sorted({f.lane for f in fences}))
+    last: dict[Lane, Fence] = {}
+    for fence in fences:
+        last[fence.lane] = max(fence, last.get(fence.lane, fence))
+    return tuple(last.values())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from swapkv.errors import KVEvicted, PagesExhausted, ProtocolError
 from swapkv.fsm import edit, events, restore
 from swapkv.fsm.commands import ClonePages, RecordFence, StepGranted, StepRefused
+from swapkv.fsm.ledger import latest
 from swapkv.fsm.records import Chunk, Goal, Sequence, Step
 from swapkv.fsm.transitions import ChunkEvent, ChunkState
 from swapkv.ids import Fence, GroupId, Lane, PhysicalPages, StepId
@@ -197,7 +198,7 @@ def _refuse(core: SwapCore, step: Step, cause: Exception) -> None:
 def _grant(core: SwapCore, step: Step) -> None:
     """Hand out the pages and pin the sequences."""
     step.granted = True
-    after: set[Fence] = set()
+    after: list[Fence] = []
     for name, count in step.appends.items():
         sequence = core.sequences[name]
         sequence.step = step.id
@@ -207,8 +208,8 @@ def _grant(core: SwapCore, step: Step) -> None:
         if sequence.restore is not None:
             restore.fill_tables(core, sequence)
         for group in core.groups():
-            after.update(_grow(core, sequence, count, group))
-    core.emit(StepGranted(step.id, tuple(sorted(fence for fence in after if fence.lane is not Lane.COMPUTE))))
+            after.extend(_grow(core, sequence, count, group))
+    core.emit(StepGranted(step.id, latest(after)))
 
 
 def _take_over(core: SwapCore, sequence: Sequence) -> None:
@@ -239,7 +240,7 @@ def _grow(core: SwapCore, sequence: Sequence, count: int, group: GroupId) -> tup
         chunk.pages[chunk.held : chunk.held + size] = pages
         chunk.held += size
         sequence.tables[group].put(position, pages)
-        after.extend(core.ledger.before_write(pages))
+        after.extend(core.ledger.before_write(pages, Lane.COMPUTE))
         position += size
     return tuple(after)
 
@@ -254,19 +255,18 @@ def _make_writable(core: SwapCore, sequence: Sequence, tail: Chunk) -> tuple[Fen
         edit.shorten(core, tail, tokens)
         if sequence.restore is not None:
             return ()
-        return core.ledger.before_write(tail.pages[tail.held - 1 : tail.held])
+        return core.ledger.before_write(tail.pages[tail.held - 1 : tail.held], Lane.COMPUTE)
     own = core.new_chunk(tail.group, tail.index, sequence)
     end = core.layout.pages_for(tokens)
     own.tokens, own.held, own.first_live = tokens, end, tail.first_live
     own.pages[own.first_live : end] = core.ledger.allocate(tail.group, own.id, own.num_live)
     source, target = tail.pages[tail.first_live : end].copy(), own.live_pages().copy()
-    after = core.ledger.before_read(source) + core.ledger.before_write(target)
+    after = core.ledger.before_read(source, Lane.COMPUTE) + core.ledger.before_write(target, Lane.COMPUTE)
     fence = core.clock.issue(Lane.COMPUTE)
     core.ledger.note_read(fence, source)
     core.ledger.note_write(fence, target)
     assert sequence.step is not None
-    waits = tuple(f for f in after if f.lane is not Lane.COMPUTE)
-    core.emit(ClonePages(sequence.step, fence, tail.group, source, target, waits))
+    core.emit(ClonePages(sequence.step, fence, tail.group, source, target, latest(after)))
     sequence.chunks[tail.group][tail.index] = own
     sequence.tables[tail.group].put(tail.index * core.layout.chunk_pages + own.first_live, target)
     core.counters["tails_copied_on_write"] += 1

@@ -1,0 +1,132 @@
+"""What the demo runs: how many requests, on how much memory, over which link."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import attrs
+
+from swapkv.budget.admission import peak_need
+from swapkv.config import SwapConfig, Verify
+from swapkv.demo.decoder import Decoder
+from swapkv.errors import ProtocolError
+from swapkv.ids import GroupId
+from swapkv.layout import KVLayout
+from swapkv.schedulers import RoundRobin, VictimOrder
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "The three most important things about memory are",
+    "A recipe for tomato soup: first,",
+    "In the year 2100, people will",
+    "The difference between a cat and a dog is that",
+    "My favourite place in the mountains is",
+    "Water boils at one hundred degrees, but",
+)
+MEGABYTE = 1_000_000
+CHUNK_TOKENS = 32
+
+
+def _at_least(minimum: float, remedy: str) -> Callable[[object, Any, float | None], None]:
+    def check(instance: object, attribute: Any, value: float | None) -> None:
+        if value is not None and value < minimum:
+            option = "--" + attribute.name.replace("_", "-")
+            raise ProtocolError(f"{option} {value} must be at least {minimum:g}: {remedy}")
+
+    return check
+
+
+@attrs.frozen(kw_only=True)
+class Scenario:
+    """The demo's options. Rates in MB/s (a million bytes). Raises `ProtocolError` for nonsense.
+
+    `slot_tokens`: tokens of KV that one GPU slot holds; None: what the longest request needs. `restore_mb_s`: None:
+    as much as the link carries. `host_slots`: None: as many as there are requests.
+    """
+
+    gpu_slots: int = attrs.field(default=5, validator=_at_least(1, "without a slot nothing can run"))
+    requests: int = attrs.field(default=8, validator=_at_least(1, "there is nothing to run"))
+    new_tokens: int = attrs.field(default=192, validator=_at_least(1, "there is nothing to generate"))
+    quantum: int = attrs.field(default=32, validator=_at_least(1, "a slice has at least one token"))
+    page_size: int = attrs.field(default=16, validator=_at_least(1, "a page has at least one token"))
+    slot_tokens: int | None = attrs.field(default=None, validator=_at_least(1, "a slot holds at least one token"))
+    host_slots: int | None = attrs.field(default=None, validator=_at_least(0, "0: nothing fits, all is recomputed"))
+    link_mb_s: float = attrs.field(default=16.0, validator=_at_least(1e-3, "a link without bandwidth moves nothing"))
+    restore_mb_s: float | None = attrs.field(
+        default=None, validator=_at_least(1e-3, "without a budget nothing is ever restored")
+    )
+    victims: VictimOrder = VictimOrder.LONGEST_SLICE
+    prompt: str | None = None
+    seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if self.gpu_slots > self.requests:
+            raise ProtocolError(
+                f"--gpu-slots {self.gpu_slots} for --requests {self.requests} leaves nothing to swap: "
+                f"take fewer slots or more requests"
+            )
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens a chunk: small ones, so that there is something to see."""
+        return -(-CHUNK_TOKENS // self.page_size) * self.page_size
+
+    @property
+    def link_bytes_per_s(self) -> int:
+        return max(1, int(self.link_mb_s * MEGABYTE))
+
+    def prompts(self) -> Sequence[str]:
+        """The text of each request's prompt."""
+        if self.prompt is not None:
+            return [self.prompt] * self.requests
+        return [PROMPTS[n % len(PROMPTS)] for n in range(self.requests)]
+
+    def config(self) -> SwapConfig:
+        """The pool's budgets; every copy is checked."""
+        rate = None if self.restore_mb_s is None else max(1, int(self.restore_mb_s * MEGABYTE))
+        return SwapConfig(restore_bytes_per_s=rate, verify=Verify.CRC32)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Workload:
+    """A scenario with a model: prompts as tokens, and sizes in pages and bytes."""
+
+    scenario: Scenario
+    decoder: Decoder
+    prompts: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, scenario: Scenario, decoder: Decoder) -> "Workload":
+        """Raises `ProtocolError` if a slot is too small for one of the requests."""
+        workload = cls(scenario=scenario, decoder=decoder, prompts=[decoder.encode(p) for p in scenario.prompts()])
+        if scenario.slot_tokens is not None and scenario.slot_tokens < workload.longest:
+            raise ProtocolError(
+                f"--slot-tokens {scenario.slot_tokens} is too small for one request: the longest prompt has "
+                f"{max(map(len, workload.prompts))} tokens and {scenario.new_tokens} more are generated, which takes "
+                f"{workload.longest}"
+            )
+        return workload
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.decoder.layout
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of KV that the longest request has at its end."""
+        return max(len(prompt) for prompt in self.prompts) + self.scenario.new_tokens - 1
+
+    def pages(self, slots: int) -> list[int]:
+        """Device pages of each layer group for `slots` requests of the longest length."""
+        tokens = self.scenario.slot_tokens or self.longest
+        return [slots * self.layout.peak_pages(GroupId(g), tokens, tokens) for g in range(len(self.layout.groups))]
+
+    def host_bytes(self) -> int:
+        """The host tier's size."""
+        slots = self.scenario.requests if self.scenario.host_slots is None else self.scenario.host_slots
+        return slots * peak_need(self.layout, self.longest, self.longest).host_bytes
+
+    def scheduler(self, slots: int) -> RoundRobin:
+        """Round robin over `slots`."""
+        return RoundRobin(slots=slots, quantum_tokens=self.scenario.quantum, victims=self.scenario.victims)
