@@ -17,17 +17,19 @@ from swapkv.errors import (
     UnknownSequence,
     WouldBlock,
 )
+from swapkv.forward import Forward
 from swapkv.fsm.commands import PreemptOutcome
 from swapkv.fsm.queries import SequenceState
 from swapkv.fsm.transitions import ChunkState
 from swapkv.layout import KVDtype, KVLayout, LayerGroup, PageOrder, Plane, PlaneSplit
 from swapkv.observer import Observer
 from swapkv.pool import Pool, open_pool
-from swapkv.sessions import Forward, Restoring
+from swapkv.sessions import AsyncForward, Restoring
 from swapkv.streams.host import HostDevice
 from swapkv.streams.memory import PagedMemory
 
 __all__ = [
+    "AsyncForward",
     "BudgetExhausted",
     "ChecksumMismatch",
     "ChunkState",

@@ -1,49 +1,49 @@
-"""The asyncio driver: events go into the core, its commands become copies, fences and news.
+"""The anyio driver: events go into the core, its commands become work and news.
 
 The data path in one breath: a call of `Pool` becomes an event, the core decides (`fsm/core`), its copies go to streams
-(`transfers`), reapers wait for them and report over the `bridge`, and the core decides again. Nothing is decided here.
+(`executor`, `transfers`), reapers wait for them and report over the `bridge`, and the core decides again. Nothing is
+decided here.
 """
 
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
-
-import attrs
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 from swapkv.bridge import Alarm, LoopBridge, Reaper
 from swapkv.errors import PoolBroken, ProtocolError, SwapError, TransferError
+from swapkv.executor import Copier, Executor, Work
 from swapkv.fsm import commands, events, queries
 from swapkv.fsm.core import SwapCore
 from swapkv.fsm.records import Chunk
 from swapkv.fsm.transitions import ChunkState
-from swapkv.ids import Fence, Lane, OpId, SeqId, StepId
+from swapkv.ids import Lane, LayerId, SeqId
 from swapkv.observer import Observer
-from swapkv.streams.base import Device, Event, Stream
-from swapkv.transfers import Submitted, Transfers
+from swapkv.streams.base import Device, Event
 from swapkv.waiters import Waiter, Waiters
 
-Report: TypeAlias = events.Event | BaseException | Waiter
+Report: TypeAlias = Work | Waiter | events.Tick
 
 
-@attrs.frozen
-class _Step:
-    """A forward that is under way: the stream that it was given, and when its pages were there."""
+class RestoreListener(Protocol):
+    """A restore that somebody follows layer by layer."""
 
-    stream: Stream
-    sequences: tuple[SeqId, ...]
-    begin_ns: int
+    def layer_ready(self, layer: LayerId) -> None:
+        """`layer` has landed, and all before it."""
+
+    def undone(self, error: BaseException) -> None:
+        """Layers that have not landed will not."""
 
 
 class Driver:
     """Runs one core on one device. Everything but the reapers' reports happens on the thread of the event loop."""
 
-    def __init__(self, core: SwapCore, transfers: Transfers, device: Device, observer: Observer | None) -> None:
+    def __init__(self, core: SwapCore, copier: Copier, device: Device, observer: Observer | None) -> None:
         self.core = core
+        self.executor = Executor(copier, observer)
         self.waiters = Waiters()
-        self.restores: dict[SeqId, Any] = {}
-        self._transfers = transfers
+        self.restores: dict[SeqId, RestoreListener] = {}
         self._device = device
         self._observer = observer
         if observer is not None:
@@ -51,10 +51,6 @@ class Driver:
         self._bridge: LoopBridge[Report] = LoopBridge(self._receive)
         self._alarm = Alarm(f"swapkv-{device.name}-alarm", lambda: self._bridge.post(events.Tick()))
         self._reapers = {lane: Reaper(f"swapkv-{device.name}-reap-{lane.name.lower()}") for lane in Lane}
-        self._fences: dict[Fence, Event] = {}
-        self._copies: dict[OpId, tuple[commands.Copy, int]] = {}
-        self._steps: dict[StepId, _Step] = {}
-        self._last_forward: tuple[Stream, Event] | None = None
         self._touched: set[SeqId] = set()
         self._states: dict[SeqId, queries.SequenceState] = {}
         self._end: SwapError | None = None
@@ -66,20 +62,10 @@ class Driver:
         if threading.get_ident() != self._bridge.thread:
             raise ProtocolError("a pool was called from another thread: call it on the one of its event loop")
 
-    def tell(self, event: events.Event) -> None:
-        """Put one event to the core and carry out the answer. Raises what the core refuses with."""
+    def tell(self, event: events.Event) -> list[commands.Command]:
+        """Put one event to the core, carry out the answer and return it. Raises what the core refuses with."""
         self.require_open()
-        self._handle(event)
-
-    def expect_forward(self, step: StepId, sequences: Sequence[SeqId], stream: Stream) -> None:
-        """Name the stream of a forward that is about to begin, and order it after the forward before."""
-        if self._last_forward is not None and self._last_forward[0] is not stream:
-            stream.wait(self._last_forward[1])
-        self._steps[step] = _Step(stream, tuple(sequences), time.monotonic_ns())
-
-    def forget_forward(self, step: StepId) -> None:
-        """The forward will not happen."""
-        self._steps.pop(step, None)
+        return self._handle(event)
 
     async def reached(self, event: Event) -> None:
         """Wait until work that was launched on a compute stream is over, well or badly."""
@@ -120,15 +106,12 @@ class Driver:
             try:
                 if isinstance(report, Waiter):
                     report.end(None)
-                elif isinstance(report, BaseException):
-                    raise report
                 else:
-                    self._note_end(report)
-                    self._handle(report)
+                    self._handle(report.finish() if isinstance(report, Work) else report)
             except Exception as error:
                 self._break(error)
 
-    def _handle(self, event: events.Event) -> None:
+    def _handle(self, event: events.Event) -> list[commands.Command]:
         now_ns = time.monotonic_ns()
         try:
             answer = self.core.handle(event, now_ns)
@@ -138,10 +121,15 @@ class Driver:
             self._break(error)
             raise PoolBroken("the core failed on an event: open a new pool and report this") from error
         for command in answer:
-            _CARRY_OUT[type(command)](self, command)
+            work = self.executor.carry_out(command)
+            if work is not None:
+                self._reapers[work.lane].watch(partial(self._reap, work))
+            elif type(command) in _NEWS:
+                _NEWS[type(command)](self, command)
         if self._observer is not None:
             self._touched.update(_names(event))
             self._observe_states(now_ns)
+        return answer
 
     def _break(self, error: BaseException) -> None:
         """An invariant or the device failed for good."""
@@ -149,77 +137,13 @@ class Driver:
         broken.__cause__ = error
         self.stop(broken)
 
-    def _copy(self, copy: commands.Copy) -> None:
-        """Submit a copy; a reaper reports its end."""
-        self._copies[copy.op] = (copy, time.monotonic_ns())
-        try:
-            submitted = self._transfers.submit(copy, [self._fences[f] for f in copy.after if f in self._fences])
-        except Exception as error:
-            cause = (
-                error if isinstance(error, SwapError) else TransferError(f"copy {copy.op} was not accepted: {error}")
-            )
-            self._bridge.post(events.CopyRejected(copy.op, cause))
-            return
-        self._fences[copy.fence] = submitted.over
-        self._reapers[copy.lane].watch(lambda: self._reap_copy(copy.op, submitted))
-
-    def _reap_copy(self, op: OpId, submitted: Submitted) -> None:
-        begin_ns = time.monotonic_ns()
-        try:
-            submitted.copy.wait()
-            elapsed_ns = time.monotonic_ns() - begin_ns
-            self._bridge.post(events.CopyDone(op, submitted.copy.checksums(), elapsed_ns))
-        except TransferError as error:
-            self._bridge.post(events.CopyFailed(op, error))
-
-    def _clone(self, clone: commands.ClonePages) -> None:
-        """Copy pages on the forward's stream, before it."""
-        stream = self._steps[clone.step].stream
-        event = self._transfers.clone(clone, stream, [self._fences[f] for f in clone.after if f in self._fences])
-        self._fences[clone.fence] = stream.record()
-        self._reapers[Lane.COMPUTE].watch(lambda: self._reap_fence(clone.fence, event))
-
-    def _record(self, record: commands.RecordFence) -> None:
-        """Record the fence that ends a forward."""
-        step = self._steps.pop(record.step)
-        event = step.stream.record()
-        self._last_forward = (step.stream, event)
-        self._fences[record.fence] = event
-        self._reapers[Lane.COMPUTE].watch(lambda: self._reap_fence(record.fence, event, step))
-
-    def _reap_fence(self, fence: Fence, event: Event, step: _Step | None = None) -> None:
-        try:
-            event.wait()
-        except TransferError as error:
-            self._bridge.post(error)
-            return
-        if step is not None and self._observer is not None:
-            self._observer.on_forward(step.sequences, step.begin_ns, time.monotonic_ns())
-        self._bridge.post(events.FencePassed(fence))
-
-    def _note_end(self, report: events.Event) -> None:
-        """Forget the fence of what has ended, and tell the observer of a copy."""
-        if isinstance(report, events.FencePassed):
-            self._fences.pop(report.fence, None)
-        if not isinstance(report, events.CopyDone | events.CopyFailed | events.CopyRejected):
-            return
-        copy, begin_ns = self._copies.pop(report.op)
-        self._fences.pop(copy.fence, None)
-        if self._observer is not None:
-            end_ns, error = time.monotonic_ns(), None
-            if isinstance(report, events.CopyDone):
-                begin_ns = max(begin_ns, end_ns - report.elapsed_ns)
-            else:
-                error = report.cause
-            sizes = (len(copy.items), copy.num_bytes)
-            self._observer.on_copy(copy.op, copy.lane, copy.sequence, *sizes, begin_ns, end_ns, error)
+    def _reap(self, work: Work) -> None:
+        """On a reaper's thread: wait for the end of some work, then have the loop look at it."""
+        with suppress(TransferError):
+            work.event.wait()
+        self._bridge.post(work)
 
     def _granted(self, granted: commands.StepGranted) -> None:
-        step = self._steps[granted.step]
-        for fence in granted.after:
-            if fence in self._fences:
-                step.stream.wait(self._fences[fence])
-        self._steps[granted.step] = attrs.evolve(step, begin_ns=time.monotonic_ns())
         self.waiters.end("step", granted.step)
 
     def _refused(self, refused: commands.StepRefused) -> None:
@@ -294,10 +218,7 @@ def _names(event: events.Event) -> tuple[SeqId, ...]:
     return (*(name for name in names if name is not None), *getattr(event, "appends", ()))
 
 
-_CARRY_OUT: dict[type, Any] = {
-    commands.Copy: Driver._copy,
-    commands.ClonePages: Driver._clone,
-    commands.RecordFence: Driver._record,
+_NEWS: dict[type, Any] = {
     commands.StepGranted: Driver._granted,
     commands.StepRefused: Driver._refused,
     commands.Parked: Driver._parked,

@@ -1,52 +1,37 @@
-"""What a caller holds while something is under way: a forward pass, a restore."""
+"""What a caller of the async pool holds while something is under way: a forward pass, a restore."""
 
 from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
 import anyio
-import torch
 
 from swapkv.driver import Driver
 from swapkv.errors import ProtocolError
+from swapkv.forward import Forward
 from swapkv.fsm import events
-from swapkv.ids import GroupId, LayerId, SeqId
-from swapkv.streams.base import ComputeStream, Device, Event, Promise, Stream
+from swapkv.ids import LayerId, SeqId
+from swapkv.streams.base import Device, Event, Promise, Stream
 from swapkv.transfers import Transfers
 from swapkv.waiters import Waiter
 
 T = TypeVar("T")
 
 
-class Forward:
-    """A forward pass, between its grant and its end. `stream`: what its work has to be launched on."""
+class AsyncForward(Forward):
+    """A forward pass whose work can be awaited."""
 
     def __init__(self, driver: Driver, transfers: Transfers, stream: Stream) -> None:
-        self.stream = stream
+        super().__init__(driver.core, transfers, stream)
         self._driver = driver
-        self._transfers = transfers
-
-    def tokens(self, name: str) -> int:
-        """How many tokens the sequence has before this forward."""
-        return self._driver.core.sequence(SeqId(name)).tokens
-
-    def page_tables(self, name: str) -> tuple[torch.Tensor, ...]:
-        """For each layer group the rows of the sequence's pages in the planes of `Pool.memory`, in order.
-
-        int64 `[pages]`, the pages of the tokens to come included; -1 for a page behind the group's window. Copies.
-        """
-        tables = self._driver.core.sequence(SeqId(name)).tables
-        return tuple(self._transfers.rows(GroupId(g), table.pages) for g, table in enumerate(tables))
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run a callable on the stream's own thread, in its order, and return what it returns.
+        """`launch` a callable and return what it returns.
 
-        For streams that run Python (the host device's). Raises what the callable raises, and `TransferError` if it was
-        not run because a layer that it waits for did not come. Cancellation strikes after its end: it is not recalled.
+        Raises what the callable raises, and `TransferError` if it was not run because a layer that it waits for did
+        not come. Cancellation strikes after its end: it is not recalled.
         """
-        if not isinstance(self.stream, ComputeStream):
-            raise ProtocolError(f"stream {self.stream.name!r} runs no Python callables: launch kernels on it instead")
-        launched = self.stream.launch(function)
+        launched = self.launch(function)
         with anyio.CancelScope(shield=True):
             await self._driver.reached(launched)
         return launched.result()

@@ -2,24 +2,16 @@
 
 from collections.abc import Sequence
 
-import attrs
 import torch
 
 from swapkv.config import Verify
+from swapkv.executor import Submitted
 from swapkv.fsm.commands import ClonePages, Copy, CopyItem
 from swapkv.ids import GroupId, Lane, LayerId, PhysicalPages
 from swapkv.layout import KVLayout
-from swapkv.streams.base import Block, CopyEvent, Device, Event, Region, Stream
+from swapkv.streams.base import Block, Device, Event, Region, Stream
 from swapkv.streams.memory import PagedMemory
 from swapkv.tiers.host import HostArena
-
-
-@attrs.frozen
-class Submitted:
-    """A copy that is under way. `copy` tells how it ended; `over` is reached then, well or badly: it stands for order."""
-
-    copy: CopyEvent
-    over: Event
 
 
 class Transfers:

@@ -48,7 +48,7 @@ class Waiter:
         """Wait for the news, good or bad."""
         await self._event.wait()
 
-    async def settle(self, undo: Callable[[], None]) -> Any:
+    async def settle(self, undo: Callable[[], object]) -> Any:
         """Wait for the news; if cancelled, undo what was asked for and wait until that is done, then go on cancelling.
 
         Success in the very moment of the cancellation is success: the value is returned and the cancellation strikes

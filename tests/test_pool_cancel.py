@@ -162,7 +162,6 @@ async def test_forward_cancelled_while_waiting_for_pages_has_not_begun(held: boo
 
     def verify(pool: Pool, outcome: Outcome) -> None:
         assert pool.tokens("c") in (0, 32)
-        assert pool.tokens("c") == 32 or outcome.cancelled or pool.state("a") is SequenceState.GPU_RESIDENT
         pool.finish_nowait("c")
 
     assert await sweep_call(crowded, verify, held) > 1

@@ -15,7 +15,7 @@ from swapkv.ids import GroupId
 from swapkv.observer import Observer
 from swapkv.pool import Pool, open_pool
 from swapkv.schedulers import BatchRow, Handover, Request, Runner
-from swapkv.sessions import Forward
+from swapkv.sessions import AsyncForward
 from swapkv.statistics import PoolStatistics
 from swapkv.streams.host import HostDevice
 
@@ -90,7 +90,7 @@ def _requests(workload: Workload, count: int) -> list[Request]:
     ]
 
 
-def _prepare(workload: Workload, pool: Pool, forward: Forward, rows: Sequence[BatchRow]) -> Callable[[], list[int]]:
+def _prepare(workload: Workload, pool: Pool, forward: AsyncForward, rows: Sequence[BatchRow]) -> Callable[[], list[int]]:
     """A step of the decoder over the pages of the rows."""
     step = [Row(tokens=row.tokens, start=row.start, page_tables=forward.page_tables(row.name)) for row in rows]
     return lambda: workload.decoder.forward(step, pool.memory)

@@ -16,7 +16,7 @@ from swapkv.errors import PagesExhausted, ProtocolError, WouldBlock
 from swapkv.fsm.commands import PreemptOutcome
 from swapkv.pool import Pool
 from swapkv.schedulers.base import Phase, Plan, RequestView, Scheduler
-from swapkv.sessions import Forward
+from swapkv.sessions import AsyncForward
 
 
 class Handover(Enum):
@@ -83,7 +83,7 @@ class BatchRow:
 class Model(Protocol):
     """What runs a step: returns the next token of each row. Called on the pool's compute stream."""
 
-    def __call__(self, forward: Forward, rows: Sequence[BatchRow]) -> Callable[[], list[int]]:
+    def __call__(self, forward: AsyncForward, rows: Sequence[BatchRow]) -> Callable[[], list[int]]:
         """Prepare a step on the event loop; the answer runs it."""
 
 
@@ -207,7 +207,7 @@ class Runner:
         for request, token in zip(batch, next_tokens, strict=True):
             await self._take(request, token)
 
-    def _enter(self, running: list[Request]) -> tuple[list[Request], AbstractContextManager[Forward]] | None:
+    def _enter(self, running: list[Request]) -> tuple[list[Request], AbstractContextManager[AsyncForward]] | None:
         """Get pages for as many of `running` as there are pages for; those that add most tokens are left out first."""
         batch = sorted(running, key=lambda request: len(request.pieces[0]))
         while batch:
