@@ -57,7 +57,7 @@ class SwapConfig:
     burst that lasts 10 ms. `offload_…`: the same for the other direction.
     `segment_bytes`: what one copy command moves at most (but at least one layer of one chunk).
     `inflight_bytes_per_sequence`: bytes of one restore under way at a time. `ops_per_lane`: copy commands under way
-    a direction. `copy_deadline_ns`: after this a copy counts as hung and what it touches is quarantined.
+    a direction. `copy_deadline_ns`: a link that makes no progress for so long hangs, and what its copies touch is quarantined.
     `aging_ns`, `aging_cap`: a waiting restore gains one priority step each `aging_ns`, at most `aging_cap` steps.
     """
 

@@ -229,6 +229,11 @@ class KVLayout:
                 offset += candidate.page_bytes * self.chunk_pages
         raise ProtocolError(f"plane {plane.name!r} of layer {plane.layer} is not in group {group}")
 
+    def plane_range(self, group: GroupId, low: int, high: int) -> slice:
+        """Which of the group's planes, counted layer by layer, belong to its layers `[low, high)`."""
+        counts = [len(self.planes[layer]) for layer in self.groups[group].layers]
+        return slice(sum(counts[:low]), sum(counts[:high]))
+
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens take in a group without a window."""
         return -(-tokens // self.page_size)

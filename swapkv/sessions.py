@@ -7,7 +7,7 @@ from typing import TypeVar
 import anyio
 
 from swapkv.driver import Driver
-from swapkv.errors import ProtocolError
+from swapkv.errors import ProtocolError, TransferError
 from swapkv.forward import Forward
 from swapkv.fsm import events
 from swapkv.ids import LayerId, SeqId
@@ -42,7 +42,8 @@ class Restoring:
 
     Used as `async with pool.restoring(name) as coming:`. The block may run a `forward` of the sequence, which then
     gates each layer; leaving it waits until everything is there. Left by an exception before that, the restore is
-    undone: what such a forward appended does not count, and its output has to be dropped.
+    undone: what such a forward appended does not count, and its output has to be dropped. If the restore itself fails,
+    leaving the block raises the cause.
     """
 
     def __init__(self, driver: Driver, device: Device, name: SeqId, priority: int | None) -> None:
@@ -124,6 +125,8 @@ class Restoring:
             self._cancel()
             with anyio.CancelScope(shield=True):
                 await self._whole.ended()
+        if isinstance(error, Exception) and self._whole.done and isinstance(self._whole.error, TransferError):
+            raise self._whole.error from error
 
     def _cancel(self) -> None:
         self._driver.tell(events.CancelRestore(self._name))

@@ -1,13 +1,14 @@
 """Copy commands become copies: the one place where chunks, pages and slots turn into memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 
 from swapkv.config import Verify
 from swapkv.executor import Submitted
 from swapkv.fsm.commands import ClonePages, Copy, CopyItem
-from swapkv.ids import GroupId, Lane, LayerId, PhysicalPages
+from swapkv.ids import GroupId, Lane, PhysicalPages
 from swapkv.layout import KVLayout
 from swapkv.streams.base import Block, Device, Event, Region, Stream
 from swapkv.streams.memory import PagedMemory
@@ -38,7 +39,7 @@ class Transfers:
         stream = self._streams[copy.lane]
         for event in after:
             stream.wait(event)
-        blocks = [self._block(copy, item, at, layer) for item in copy.items for at, layer in enumerate(copy.layers)]
+        blocks = [block for item in copy.items for block in self._blocks(copy, item)]
         move = stream.gather if copy.lane is Lane.OUT else stream.scatter
         return Submitted(move(blocks, self._verify), stream.record())
 
@@ -57,16 +58,19 @@ class Transfers:
         rows = torch.from_numpy(pages.copy() if base == 0 else pages - base)
         return rows if base == 0 else rows.clamp_(min=-1)
 
-    def _block(self, copy: Copy, item: CopyItem, at: int, layer: LayerId) -> Block:
-        return Block(
-            regions=self._memory.regions[layer],
-            pages=self.rows(copy.group, item.pages),
-            host=self._arena.pages(item.host, layer, item.first, len(item.pages)),
-            guarded=self._guarded(item, layer),
-            checksum=item.checksums[at] if item.checksums else None,
-        )
-
-    def _guarded(self, item: CopyItem, layer: LayerId) -> list[torch.Tensor]:
-        if self._verify is Verify.NONE:
-            return []
-        return self._arena.pages(item.host, layer, item.guard_first, item.guard_pages)
+    def _blocks(self, copy: Copy, item: CopyItem) -> Iterator[Block]:
+        """One block a layer; the item's checksums are by plane, in the same order."""
+        checksums = iter(item.checksums)
+        for layer in copy.layers:
+            guarded: list[torch.Tensor] = []
+            if self._verify is not Verify.NONE and copy.lane is Lane.IN:
+                guarded = self._arena.pages(item.host, layer, item.guard_first, item.guard_pages)
+            regions = self._memory.regions[layer]
+            yield Block(
+                regions=regions,
+                pages=self.rows(copy.group, item.pages),
+                host=self._arena.pages(item.host, layer, item.first, len(item.pages)),
+                guarded=guarded,
+                checksums=tuple(islice(checksums, len(regions))),
+                sealed=item.sealed,
+            )

@@ -35,8 +35,8 @@ def nothing() -> None:
     pass
 
 
-def one_page(device: HostDevice, value: int = OLD, checksum: int | None = None) -> Block:
+def one_page(device: HostDevice, value: int = OLD) -> Block:
     """Page 1 of two pages of 16 bytes, all of them `value`, and a host buffer of zeros."""
     region = Region(layer=LayerId(0), name="k", pages=device.allocate(32).view(2, 16).fill_(value))
     host = [device.allocate_pinned(16).view(1, 16)]
-    return Block(regions=[region], pages=torch.tensor([1]), host=host, guarded=host, checksum=checksum)
+    return Block(regions=[region], pages=torch.tensor([1]), host=host, guarded=host, checksums=[0])

@@ -45,10 +45,10 @@ def make_region(page_bytes: int, gap: int = 0, layer: int = 0, seed: int = 0) ->
     return Region(layer=LayerId(layer), name="k", pages=memory[:, :page_bytes]), memory
 
 
-def make_block(regions: list[Region], pages: list[int], checksum: int | None = None, seed: int = 9) -> Block:
+def make_block(regions: list[Region], pages: list[int], before: int = 0, seed: int = 9) -> Block:
     host = [random_bytes(len(pages), region.page_bytes, seed=seed) for region in regions]
     index = torch.tensor(pages, dtype=torch.int64)
-    return Block(regions=regions, pages=index, host=host, guarded=host, checksum=checksum)
+    return Block(regions=regions, pages=index, host=host, guarded=host, checksums=[before] * len(regions))
 
 
 selections = pytest.mark.parametrize("pages", SELECTIONS.values(), ids=SELECTIONS.keys())
@@ -135,24 +135,39 @@ def test_checksum_of_several_tensors_is_that_of_their_bytes_joined() -> None:
     assert checksum([]) == 0
 
 
-def test_gather_with_verify_hashes_the_guarded_bytes_after_the_copy() -> None:
+def test_gather_with_verify_continues_the_checksum_over_what_it_copied() -> None:
     region, _ = make_region(32)
     slot = random_bytes(5, 32)
-    tail = Block(regions=[region], pages=torch.tensor([6, 1]), host=[slot[3:]], guarded=[slot])
-    assert gather_blocks([tail], Verify.CRC32) == (zlib.crc32(bytes(slot.numpy())),)
+    before = zlib.crc32(bytes(slot[:3].numpy()))
+    tail = Block(regions=[region], pages=torch.tensor([6, 1]), host=[slot[3:]], checksums=[before], sealed=1)
+    sums = gather_blocks([tail], Verify.CRC32)
+    assert sums == (zlib.crc32(bytes(slot[:4].numpy())), zlib.crc32(bytes(slot.numpy())))
     assert torch.equal(slot[3:], region.pages[[6, 1]])
     assert gather_blocks([tail], Verify.NONE) == ()
 
 
-def test_scatter_of_what_gather_hashed_returns_the_same_checksums() -> None:
+def test_gather_with_verify_does_not_hash_anew_what_it_did_not_copy() -> None:
+    """A bit that flips in the tier between two delta copies must not be blessed by the second."""
+    region, _ = make_region(32)
+    slot = random_bytes(5, 32)
+    whole = zlib.crc32(bytes(slot[:3].numpy()))
+    slot[1, 5] ^= 1
+    tail = Block(regions=[region], pages=torch.tensor([6, 1]), host=[slot[3:]], checksums=[whole], sealed=2)
+    (_, total) = gather_blocks([tail], Verify.CRC32)
+    assert total != zlib.crc32(bytes(slot.numpy()))
+
+
+def test_scatter_of_what_gather_hashed_is_accepted() -> None:
     regions = [make_region(32, layer=layer, seed=layer)[0] for layer in (0, 1)]
     first, second = (make_block([region], [4, 2]) for region in regions)
     sums = gather_blocks([first, second], Verify.CRC32)
     checked = [
-        Block(regions=block.regions, pages=torch.tensor([0, 1]), host=block.host, guarded=block.guarded, checksum=value)
-        for block, value in zip((first, second), sums, strict=True)
+        Block(
+            regions=block.regions, pages=torch.tensor([0, 1]), host=block.host, guarded=block.guarded, checksums=[value]
+        )
+        for block, value in zip((first, second), sums[1::2], strict=True)
     ]
-    assert scatter_blocks(checked, Verify.CRC32) == sums
+    scatter_blocks(checked, Verify.CRC32)
     for region in regions:
         assert torch.equal(region.pages[[0, 1]], region.pages[[4, 2]])
 
@@ -162,12 +177,12 @@ def test_scatter_with_a_flipped_bit_writes_neither_that_block_nor_later_ones() -
     blocks = []
     for region, _ in parts:
         fresh = make_block([region], [4, 2])
-        blocks.append(make_block([region], [4, 2], checksum=checksum(fresh.guarded)))
+        blocks.append(make_block([region], [4, 2], before=checksum(fresh.guarded)))
     expected = checksum(blocks[1].guarded)
     blocks[1].host[0][1, 7] ^= 4
     found = checksum(blocks[1].guarded)
     before = [memory.clone() for _, memory in parts]
-    with pytest.raises(ChecksumMismatch, match=rf"layer 1: .*{found:#010x}, expected {expected:#010x}"):
+    with pytest.raises(ChecksumMismatch, match=rf"layer 1, plane 'k': .*{found:#010x}, expected {expected:#010x}"):
         scatter_blocks(blocks, Verify.CRC32)
     assert torch.equal(parts[0][1][[4, 2]], blocks[0].host[0])
     assert torch.equal(parts[1][1], before[1])
@@ -176,7 +191,7 @@ def test_scatter_with_a_flipped_bit_writes_neither_that_block_nor_later_ones() -
 
 def test_scatter_without_verify_does_not_look_at_checksums() -> None:
     region, memory = make_region(8)
-    block = make_block([region], [1], checksum=0)
+    block = make_block([region], [1])
     assert scatter_blocks([block], Verify.NONE) == ()
     assert torch.equal(memory[[1]], block.host[0])
 
@@ -218,7 +233,7 @@ def test_blocks_that_lack_a_buffer_are_refused() -> None:
     block = make_block([region], [1, 2])
     with pytest.raises(ProtocolError, match="1 regions and 0 host"):
         check_block(Block(regions=[region], pages=block.pages, host=[], guarded=[]), Verify.NONE)
-    unguarded = Block(regions=[region], pages=block.pages, host=block.host, guarded=[])
-    check_block(unguarded, Verify.NONE)
-    with pytest.raises(ProtocolError, match="1 regions and 0 guarded"):
-        check_block(unguarded, Verify.CRC32)
+    unchecked = Block(regions=[region], pages=block.pages, host=block.host)
+    check_block(unchecked, Verify.NONE)
+    with pytest.raises(ProtocolError, match="1 regions and 0 checksums"):
+        check_block(unchecked, Verify.CRC32)

@@ -250,14 +250,18 @@ async def test_pool_gated_forward_of_a_failing_restore_is_void() -> None:
         await writer.append({"a": 7})
         await pool.preempt("a")
 
+        entered = threading.Event()
+
         def fail_layer_1(operation: Operation) -> None:
             if operation.work is Work.SCATTER and operation.blocks[0].regions[0].layer == 1:
+                entered.wait(10)
                 raise OSError("link down")
 
         device.fault = fail_layer_1
-        with pytest.raises(TransferError):
+        with pytest.raises(TransferError, match="failed"):
             async with pool.restoring("a") as coming, pool.forward({"a": 1}) as forward:
                 coming.gate(1, forward.stream)
+                entered.set()
                 await forward.run(lambda: writer.write(forward, {"a": 1}))
         assert pool.tokens("a") == 7
         assert pool.state("a") is SequenceState.OFFLOADED

@@ -12,8 +12,10 @@ from swapkv.ids import ChunkId, Fence, GroupId, HostOffset, Lane, LayerId, OpId,
 class CopyItem:
     """One chunk's part of a copy: its pages `[first, first + len(pages))` on the device and in its host slot.
 
-    `checksums`: what each layer's guarded pages `[guard_first, guard_first + guard_pages)` must hash to; empty: not
-    checked.
+    Checksums are by plane, layer by layer; empty: not asked for. Of an H2D copy, `checksums` is what the pages
+    `[guard_first, guard_first + guard_pages)` of the slot must hash to. Of a D2H copy, `checksums` is the hash of the
+    pages before `first`, which the first `sealed` of its pages continue for good and the others for now: so bytes that
+    were copied earlier are never hashed anew, and what has happened to them since is found.
     """
 
     chunk: ChunkId
@@ -23,6 +25,7 @@ class CopyItem:
     guard_first: int
     guard_pages: int
     checksums: tuple[int, ...] = ()
+    sealed: int = 0
 
 
 @attrs.frozen(eq=False)
@@ -157,7 +160,7 @@ class Gone:
 
 @attrs.frozen
 class WakeAt:
-    """Send a `Tick` at this time, at the latest."""
+    """Send a `Tick` at this time, at the latest. Only the earliest has to be kept: each tick tells what comes next."""
 
     at_ns: int
 

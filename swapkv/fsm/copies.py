@@ -11,7 +11,8 @@ from swapkv.config import RestoreOrder, Verify
 from swapkv.errors import DrainTimeout
 from swapkv.fsm import edit, events, offload, restore
 from swapkv.fsm.commands import Copy, CopyItem
-from swapkv.fsm.records import Chunk, Goal, Op, Segment, Sequence
+from swapkv.fsm.ledger import latest
+from swapkv.fsm.records import Chunk, Goal, Op, Restore, Segment, Sequence
 from swapkv.fsm.transitions import ChunkEvent
 from swapkv.ids import ChunkId, Fence, GroupId, Lane, LayerId
 
@@ -20,10 +21,19 @@ if TYPE_CHECKING:
 
 
 def first_dirty_page(core: SwapCore, chunk: Chunk) -> int:
-    """The first page of the chunk that its host copy does not hold."""
-    if chunk.copy.offset is None or chunk.copy.generation != chunk.generation:
+    """The first page of the chunk that a D2H copy has to move: everything before it is in the slot already."""
+    copy = chunk.copy
+    if copy.offset is None or copy.generation != chunk.generation:
         return chunk.first_live
-    return max(chunk.first_live, chunk.copy.tokens // core.layout.page_size)
+    if core.config.verify is not Verify.NONE and not _continues(core, chunk):
+        return chunk.first_live
+    return max(chunk.first_live, copy.tokens // core.layout.page_size)
+
+
+def _continues(core: SwapCore, chunk: Chunk) -> bool:
+    """Whether the slot's checksums can be continued: they end where the whole pages of the copy end, without a gap."""
+    copy = chunk.copy
+    return copy.tokens // core.layout.page_size == copy.sealed_pages >= chunk.first_live and copy.tokens > 0
 
 
 def cut(core: SwapCore, chunks: list[Chunk], pages: dict[ChunkId, int], order: RestoreOrder) -> Iterator[Segment]:
@@ -74,29 +84,48 @@ def _layer_blocks(
 
 
 def pump(core: SwapCore) -> None:
-    """Submit what the budgets let through, restores in their order."""
+    """Submit what the budgets let through, each direction in its order."""
+    _pump_out(core)
+    _pump_in(core)
+
+
+def _pump_out(core: SwapCore) -> None:
     for sequence in list(core.offloads.values()):
         work = sequence.offload
-        while work is not None and work.segments and _may_submit(core, Lane.OUT, work.segments[0]):
-            work.ops.add(_submit(core, Lane.OUT, sequence, work.segments.popleft()).id)
-    for sequence in restore.in_order(core):
-        coming = sequence.restore
-        while coming is not None and coming.segments:
-            segment = coming.segments[0]
-            over = coming.inflight_bytes + segment.num_bytes > core.config.inflight_bytes_per_sequence
-            if coming.inflight_bytes and over:
-                break
-            if not _may_submit(core, Lane.IN, segment):
+        while work is not None and work.segments:
+            if not _may_submit(core, Lane.OUT, work.segments[0]):
                 return
-            op = _submit(core, Lane.IN, sequence, coming.segments.popleft())
-            coming.ops.add(op.id)
-            coming.inflight_bytes += op.num_bytes
+            work.ops.add(_submit(core, Lane.OUT, sequence, work.segments.popleft()).id)
+
+
+def _pump_in(core: SwapCore) -> None:
+    """Restores in their order. One at its own cap lets others pass, unless a forward waits for it.
+
+    That forward holds the compute lane up; a copy of another restore may wait for a page that work behind the forward
+    still reads. Were that copy first in its lane, both would wait for ever.
+    """
+    for sequence in restore.in_order(core):
+        work = sequence.restore
+        while work is not None and work.segments and _within_cap(core, work):
+            if not _may_submit(core, Lane.IN, work.segments[0]):
+                return
+            op = _submit(core, Lane.IN, sequence, work.segments.popleft())
+            work.ops.add(op.id)
+            work.inflight_bytes += op.num_bytes
+        if work is not None and work.segments and work.gated is not None:
+            return
+
+
+def _within_cap(core: SwapCore, work: Restore) -> bool:
+    """Whether the next segment fits in what one sequence may have in flight; one segment always does."""
+    total = work.inflight_bytes + work.segments[0].num_bytes
+    return not work.inflight_bytes or total <= core.config.inflight_bytes_per_sequence
 
 
 def next_wake(core: SwapCore) -> int | None:
     """When the next thing happens by time alone; None: never."""
-    oldest = next((op for op in core.ops.values() if not op.hung), None)
-    times = [] if oldest is None else [oldest.submitted_ns + core.config.copy_deadline_ns]
+    heads = [head for head in (_head(core, lane) for lane in (Lane.OUT, Lane.IN)) if head is not None]
+    times = [_deadline_ns(core, head) for head in heads]
     for lane, segment in ((Lane.OUT, _next_out(core)), (Lane.IN, _next_in(core))):
         if segment is not None and core.inflight[lane] < core.config.ops_per_lane:
             ready = core.buckets[lane].ready_ns(segment.num_bytes, core.now_ns)
@@ -129,7 +158,7 @@ def failed(core: SwapCore, event: events.CopyFailed) -> None:
 def rejected(core: SwapCore, event: events.CopyRejected) -> None:
     """A copy was never submitted: its bytes go back to the bucket, and it counts as failed."""
     op = core.ops.get(event.op)
-    if op is not None and not op.hung:
+    if op is not None:
         core.buckets[op.lane].give_back(op.num_bytes)
     failed(core, events.CopyFailed(event.op, event.cause))
 
@@ -140,23 +169,39 @@ def fence_passed(core: SwapCore, event: events.FencePassed) -> None:
 
 
 def expire(core: SwapCore) -> None:
-    """Let go of copies past their deadline: what they may still touch is quarantined, and their owner gives up."""
-    deadline = core.now_ns - core.config.copy_deadline_ns
-    overdue = []
-    for op in core.ops.values():
-        if op.submitted_ns > deadline:
-            break
-        if not op.hung:
-            overdue.append(op)
+    """Let go of copies that hang: what they may still touch is quarantined, and their owner gives up.
+
+    A copy hangs if its lane has made no progress for the deadline, and nothing that it waits for is still to come. What
+    was submitted behind it hangs with it.
+    """
+    overdue: list[Op] = []
+    for lane in (Lane.OUT, Lane.IN):
+        head = _head(core, lane)
+        if head is not None and core.now_ns >= _deadline_ns(core, head):
+            overdue += [op for op in core.ops.values() if op.lane is lane and not op.hung]
     for op in overdue:
         _quarantine(core, op)
     for op in overdue:
         cause = DrainTimeout(
-            f"copy {op.id} ({op.lane.name}, {op.num_bytes} bytes of sequence {op.sequence!r}) has not ended within "
+            f"copy {op.id} ({op.lane.name}, {op.num_bytes} bytes of sequence {op.sequence!r}) has made no progress for "
             f"{core.config.copy_deadline_ns} ns; what it may still touch is quarantined: check the device or tier"
         )
         _give_up(core, op, cause)
         _settle(core, op)
+
+
+def _head(core: SwapCore, lane: Lane) -> Op | None:
+    """The oldest copy of `lane` that has not been given up, unless it waits for work of another lane."""
+    head = next((op for op in core.ops.values() if op.lane is lane and not op.hung), None)
+    if head is None or not all(core.clock.passed(fence) for fence in head.after):
+        return None
+    return head
+
+
+def _deadline_ns(core: SwapCore, head: Op) -> int:
+    """When the first copy of a lane is overdue: counted from the last thing that let it go on."""
+    began = [core.moved_ns[lane] for lane in {head.lane} | {fence.lane for fence in head.after}]
+    return max(head.submitted_ns, *began) + core.config.copy_deadline_ns
 
 
 def _may_submit(core: SwapCore, lane: Lane, segment: Segment) -> bool:
@@ -186,8 +231,9 @@ def _submit(core: SwapCore, lane: Lane, sequence: Sequence, segment: Segment) ->
         after = core.ledger.before_read(pages, lane)
         core.ledger.note_read(op.fence, pages)
     else:
-        after = core.ledger.before_write(pages, lane)
+        after = _before_fill(core, segment.chunks)
         core.ledger.note_write(op.fence, pages)
+    op.after = after
     layers = core.layout.groups[op.group].layers[op.low : op.high]
     core.ops[op.id] = op
     core.inflight[lane] += 1
@@ -207,32 +253,41 @@ def _submit(core: SwapCore, lane: Lane, sequence: Sequence, segment: Segment) ->
     return op
 
 
+def _before_fill(core: SwapCore, chunks: list[Chunk]) -> tuple[Fence, ...]:
+    """What a copy into `chunks` waits for: whoever had touched the pages when they were granted.
+
+    A forward that came after the grant is not among them: it waits for this copy, behind its gate.
+    """
+    fences = latest(fence for chunk in chunks for fence in chunk.fill_after)
+    return tuple(fence for fence in fences if not core.clock.passed(fence))
+
+
 def _item(core: SwapCore, op: Op, chunk: Chunk) -> CopyItem:
     """What one chunk contributes to a copy; from here on the copy touches it."""
     chunk.ops.add(op.id)
     copy = chunk.copy
     assert copy.offset is not None
     if op.lane is Lane.OUT:
-        first = first_dirty_page(core, chunk)
-        end = core.layout.pages_for(chunk.tokens)
-        guard = (chunk.first_live, end - chunk.first_live)
-        sums: tuple[int, ...] = ()
+        first, end = first_dirty_page(core, chunk), core.layout.pages_for(chunk.tokens)
+        sums, sealed = copy.sealed_checksums, chunk.tokens // core.layout.page_size - first
+        if not _continues(core, chunk):
+            sums = [0] * len(sums)
     else:
-        first = chunk.first_live
-        end = core.layout.pages_for(copy.tokens)
-        guard = (copy.guard_first, copy.guard_pages)
-        sums = tuple(copy.checksums[op.low : op.high]) if core.config.verify is not Verify.NONE else ()
+        first, end = chunk.first_live, core.layout.pages_for(copy.tokens)
+        sums, sealed = copy.checksums, 0
     op.firsts.append(first)
     op.tokens.append(chunk.tokens)
     op.generations.append(chunk.generation)
+    checked = core.config.verify is not Verify.NONE
     return CopyItem(
         chunk=chunk.id,
         pages=chunk.pages[first:end].copy(),
         first=first,
         host=copy.offset,
-        guard_first=guard[0],
-        guard_pages=guard[1],
-        checksums=sums,
+        guard_first=copy.guard_first,
+        guard_pages=copy.guard_pages,
+        checksums=tuple(sums[core.layout.plane_range(op.group, op.low, op.high)]) if checked else (),
+        sealed=sealed,
     )
 
 
@@ -255,6 +310,7 @@ def _pass(core: SwapCore, fence: Fence) -> None:
     if not core.clock.complete(fence):
         core.counters["repeated_fences"] += 1
         return
+    core.moved_ns[fence.lane] = core.now_ns
     core.ledger.pass_fence()
     for offset, last in core.stuck_slots:
         if core.clock.passed(last):
@@ -324,5 +380,11 @@ def _next_out(core: SwapCore) -> Segment | None:
 
 
 def _next_in(core: SwapCore) -> Segment | None:
+    """The segment that the pump stopped at."""
     works = (s.restore for s in restore.in_order(core))
-    return next((w.segments[0] for w in works if w is not None and w.segments), None)
+    for work in (w for w in works if w is not None and w.segments):
+        if _within_cap(core, work):
+            return work.segments[0]
+        if work.gated is not None:
+            return None
+    return None

@@ -62,6 +62,7 @@ class SwapCore:
         self.copied: dict[ChunkId, Chunk] = {}
         self.ops: dict[OpId, Op] = {}
         self.inflight = [0] * len(Lane)
+        self.moved_ns = [0] * len(Lane)
         self.steps: dict[StepId, Step] = {}
         self.waiting_steps: deque[Step] = deque()
         self.offloads: dict[SeqId, SequenceRecord] = {}
@@ -180,7 +181,10 @@ class SwapCore:
         chunk.copy.offset = HostOffset(offset)
         chunk.copy.tokens = 0
         chunk.copy.generation = chunk.generation
-        chunk.copy.checksums = [0] * len(self.layout.groups[chunk.group].layers)
+        planes = self.layout.plane_range(chunk.group, 0, len(self.layout.groups[chunk.group].layers)).stop
+        chunk.copy.checksums = [0] * planes
+        chunk.copy.sealed_checksums = [0] * planes
+        chunk.copy.sealed_pages = 0
         self.copied[chunk.id] = chunk
         return True
 
@@ -230,7 +234,8 @@ class SwapCore:
 
 
 def _tick(core: SwapCore, event: events.Tick) -> None:
-    """Time alone: what it brings about is done after every event."""
+    """Time alone: what it brings about is done after every event. The tick may answer any `WakeAt`: ask anew."""
+    core._armed_ns = None
 
 
 _HANDLERS: dict[type, Callable[[SwapCore, Any], None]] = {

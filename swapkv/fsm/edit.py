@@ -32,7 +32,7 @@ def fork(core: SwapCore, event: events.Fork) -> None:
     refuse_unless_settled(parent, "forked")
     if event.max_tokens < parent.tokens:
         raise ProtocolError(f"max_tokens={event.max_tokens} is less than the parent's {parent.tokens} tokens")
-    child = _add(core, event.child, event.max_tokens, event.max_tokens, event.priority)
+    child = _add(core, event.child, event.max_tokens, min(parent.step_tokens, event.max_tokens), event.priority)
     child.tokens, child.goal, child.fresh = parent.tokens, parent.goal, parent.fresh
     child.chunks = [list(chunks) for chunks in parent.chunks]
     child.tables = [table.clone() for table in parent.tables]
@@ -185,6 +185,7 @@ def _add(core: SwapCore, name: SeqId, max_tokens: int, step_tokens: int, priorit
         id=name,
         priority=priority,
         max_tokens=max_tokens,
+        step_tokens=step_tokens,
         chunks=[[] for _ in core.groups()],
         tables=[PageTable() for _ in core.groups()],
         behind=[0 for _ in core.groups()],

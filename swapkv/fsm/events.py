@@ -118,7 +118,8 @@ class Finish:
 class CopyDone:
     """A copy is complete and, where asked for, verified.
 
-    `checksums`: of a D2H copy, for each chunk and then each layer; empty without verification. `elapsed_ns`: how long
+    `checksums`: of a D2H copy, two for each chunk and then each plane: up to the sealed pages, and up to the last;
+    empty without verification. `elapsed_ns`: how long
     the link was busy with it; 0: not measured.
     """
 

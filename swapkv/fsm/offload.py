@@ -57,16 +57,18 @@ def undo(core: SwapCore, sequence: Sequence, cause: Exception | None) -> None:
 
 def landed(core: SwapCore, op: Op, checksums: tuple[int, ...]) -> None:
     """A D2H copy is complete: chunks of which every layer has come are clean."""
-    num_layers = op.high - op.low
+    planes = core.layout.plane_range(op.group, op.low, op.high)
+    size = 2 * (planes.stop - planes.start)
     mask = (1 << op.high) - (1 << op.low)
     for at, chunk in enumerate(op.chunks):
         if chunk.id in op.dropped:
             continue
         chunk.landed |= mask
         if checksums:
-            chunk.copy.checksums[op.low : op.high] = checksums[at * num_layers : (at + 1) * num_layers]
+            own = checksums[at * size : (at + 1) * size]
+            chunk.copy.sealed_checksums[planes], chunk.copy.checksums[planes] = own[0::2], own[1::2]
         if chunk.landed == (1 << len(core.layout.groups[chunk.group].layers)) - 1:
-            _now_clean(core, chunk, op.tokens[at], op.generations[at])
+            _now_clean(core, chunk, op, at)
 
 
 def settle(core: SwapCore, sequence: Sequence) -> None:
@@ -180,13 +182,17 @@ def _no_room(core: SwapCore, sequence: Sequence, leaving: list[Chunk]) -> None:
     core.emit(Parked(sequence.id, PreemptOutcome.RECOMPUTE))
 
 
-def _now_clean(core: SwapCore, chunk: Chunk, tokens: int, generation: int) -> None:
-    """The slot holds `tokens` tokens, unless some were taken back and written anew while they were copied."""
-    if chunk.generation == generation:
-        chunk.copy.tokens = tokens
-        chunk.copy.generation = generation
-        chunk.copy.guard_first = chunk.first_live
-        chunk.copy.guard_pages = core.layout.pages_for(tokens) - chunk.first_live
+def _now_clean(core: SwapCore, chunk: Chunk, op: Op, at: int) -> None:
+    """The slot holds the tokens that were copied, unless some were taken back and written anew meanwhile."""
+    copy, tokens = chunk.copy, op.tokens[at]
+    if chunk.generation != op.generations[at]:
+        return
+    if copy.tokens == 0 or op.firsts[at] != copy.sealed_pages:
+        copy.guard_first = op.firsts[at]
+    copy.tokens = tokens
+    copy.generation = chunk.generation
+    copy.sealed_pages = tokens // core.layout.page_size
+    copy.guard_pages = core.layout.pages_for(tokens) - copy.guard_first
 
 
 def _let_go(core: SwapCore, sequence: Sequence, work: Offload) -> None:

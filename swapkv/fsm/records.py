@@ -21,14 +21,17 @@ def no_pages(count: int) -> PhysicalPages:
 class TierCopy:
     """A chunk's copy in the host tier.
 
-    The first `tokens` tokens of the slot equal the device's, as of the chunk's `generation`. `checksums`: one a layer
-    of the group, over the slot's pages `[guard_first, guard_first + guard_pages)`.
+    The first `tokens` tokens of the slot equal the device's, as of the chunk's `generation`. Checksums are by plane of
+    the group: `checksums` over the slot's pages `[guard_first, guard_first + guard_pages)`, `sealed_checksums` over
+    those before `sealed_pages`, which will not be copied again.
     """
 
     offset: HostOffset | None = None
     tokens: int = 0
     generation: int = 0
     checksums: list[int] = attrs.field(factory=list)
+    sealed_checksums: list[int] = attrs.field(factory=list)
+    sealed_pages: int = 0
     guard_first: int = 0
     guard_pages: int = 0
 
@@ -39,7 +42,8 @@ class Chunk:
 
     `pages[i]`: the device page of the chunk's page `i`, NO_PAGE where there is none; `held` of them are in use, of
     which the first `first_live` have been given back (they fell behind the window). `generation` counts how often
-    written tokens were taken back, so that a copy made before is never taken for clean after.
+    written tokens were taken back, so that a copy made before is never taken for clean after. `fill_after`: what had
+    touched the pages when they were granted; the copies that fill them wait for that.
     """
 
     id: ChunkId
@@ -55,6 +59,7 @@ class Chunk:
     refs: dict[SeqId, None] = attrs.field(factory=dict)
     ops: set[OpId] = attrs.field(factory=set)
     landed: int = 0
+    fill_after: tuple[Fence, ...] = ()
     aborting: bool = False
 
     @property
@@ -143,6 +148,7 @@ class Restore:
     `chunks`: those that were not on the device. `waiting`: of these, the ones that lack pages. `joined`: those whose
     end of an earlier offload or restore has to be awaited first. `segments`: granted, not yet submitted.
     `layer_missing[l]`: chunks of which layer `l` has not landed. `base_tokens`: the length to fall back to if it fails.
+    `gated`: when a forward began that waits for its layers (None: none has).
     """
 
     priority: int
@@ -161,6 +167,7 @@ class Restore:
     layers_told: int = 0
     undoing: bool = False
     revoking: bool = False
+    gated: int | None = None
     cause: Exception | None = None
 
     @property
@@ -174,11 +181,13 @@ class Sequence:
     """One request's KV. `chunks[g][i]` is None once the chunk fell behind the window of group `g`.
 
     `behind[g]`: the first chunk that did not. `step`: the forward that pins it. `fresh`: restored, and no forward since.
+    `step_tokens`: the most tokens that one forward adds.
     """
 
     id: SeqId
     priority: int
     max_tokens: int
+    step_tokens: int
     chunks: list[list[Chunk | None]]
     tables: list[PageTable]
     behind: list[int]
@@ -227,6 +236,7 @@ class Op:
     high: int
     num_bytes: int
     submitted_ns: int
+    after: tuple[Fence, ...] = ()
     tokens: list[int] = attrs.field(factory=list)
     generations: list[int] = attrs.field(factory=list)
     dropped: set[ChunkId] = attrs.field(factory=set)

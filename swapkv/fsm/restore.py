@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 from typing import TYPE_CHECKING
 
 from swapkv.budget import grants
@@ -12,7 +13,7 @@ from swapkv.fsm import copies, edit, events, offload, steps
 from swapkv.fsm.commands import LayerReady, LayersLost, PagesReady, Restored, RestoreUndone
 from swapkv.fsm.records import Chunk, Goal, Op, Restore, Segment, Sequence
 from swapkv.fsm.transitions import ChunkEvent, ChunkState
-from swapkv.ids import GroupId, LayerId, SeqId
+from swapkv.ids import GroupId, Lane, LayerId, SeqId
 
 if TYPE_CHECKING:
     from swapkv.fsm.core import SwapCore
@@ -148,14 +149,18 @@ def partial(core: SwapCore) -> list[Sequence]:
 
 
 def in_order(core: SwapCore) -> list[Sequence]:
-    """Restores under way, in the order in which they are served: priority with capped aging, then arrival."""
+    """Restores under way, in the order in which they are served: priority with capped aging, then arrival.
 
-    def key(sequence: Sequence) -> tuple[int, int]:
+    Before all others those that a forward waits for, in the order of the forwards.
+    """
+
+    def key(sequence: Sequence) -> tuple[float, int, int]:
         work = sequence.restore
         assert work is not None
+        turn = inf if work.gated is None else work.gated
         waited = core.now_ns - work.arrived_ns
         aging = (core.config.aging_ns, core.config.aging_cap)
-        return grants.effective_priority(work.priority, waited, *aging), work.arrival
+        return turn, grants.effective_priority(work.priority, waited, *aging), work.arrival
 
     return sorted(core.restores.values(), key=key) if len(core.restores) > 1 else list(core.restores.values())
 
@@ -215,6 +220,18 @@ def _publish(core: SwapCore, sequence: Sequence) -> None:
     core.emit(Restored(sequence.id))
 
 
+def gate(core: SwapCore, sequence: Sequence) -> None:
+    """A forward begins that waits for the layers to come: their copies go first, those of shared chunks included."""
+    turn = core.next_arrival()
+    for other in core.restores.values():
+        work = other.restore
+        assert work is not None
+        needed = (sequence.id in chunk.refs for segment in work.segments for chunk in segment.chunks)
+        if work.gated is None and (other is sequence or any(needed)):
+            work.gated = turn
+    fill_tables(core, sequence)
+
+
 def fill_tables(core: SwapCore, sequence: Sequence) -> None:
     """Write the device pages of every chunk into the sequence's page tables."""
     for chunk in sequence.live_chunks():
@@ -258,10 +275,12 @@ def _take_pages(core: SwapCore, sequence: Sequence, order: RestoreOrder) -> None
         core.move(chunk, ChunkEvent.RESTORE)
         chunk.landed = 0
         chunk.held = chunk.first_live + needed
-        chunk.pages[chunk.first_live : chunk.held] = core.ledger.allocate(chunk.group, chunk.id, needed)
+        pages = core.ledger.allocate(chunk.group, chunk.id, needed)
+        chunk.pages[chunk.first_live : chunk.held] = pages
+        chunk.fill_after = core.ledger.before_write(pages, Lane.IN)
         granted.append(chunk)
-    pages = {chunk.id: chunk.num_live for chunk in granted}
-    work.segments.extend(copies.cut(core, granted, pages, order))
+    counts = {chunk.id: chunk.num_live for chunk in granted}
+    work.segments.extend(copies.cut(core, granted, counts, order))
     if granted:
         _tell_joined(core, granted)
         _progress(core, sequence)

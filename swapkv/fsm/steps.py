@@ -206,7 +206,7 @@ def _grant(core: SwapCore, step: Step) -> None:
             sequence.fresh = False
             _take_over(core, sequence)
         if sequence.restore is not None:
-            restore.fill_tables(core, sequence)
+            restore.gate(core, sequence)
         for group in core.groups():
             after.extend(_grow(core, sequence, count, group))
     core.emit(StepGranted(step.id, latest(after)))

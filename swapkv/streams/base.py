@@ -38,15 +38,17 @@ class Block:
 
     `regions`: the planes of the layer. `pages`: int64 `[n]`, rows of those regions on the device.
     `host`: for each region, uint8 `[n, page_bytes]`, contiguous: those pages in the host slot.
-    `guarded`: for each region, uint8 `[m, page_bytes]` with m >= n: the bytes that the checksum covers.
-    `checksum`: what `guarded` must hash to before it is scattered; None: not checked.
+    With verification, and a checksum for each region in `checksums`: before a scatter, `guarded`, uint8
+    `[m, page_bytes]` for each region, must hash to it; a gather continues it, first over the leading `sealed` of its
+    pages and then over the others.
     """
 
     regions: Sequence[Region]
     pages: torch.Tensor
     host: Sequence[torch.Tensor]
-    guarded: Sequence[torch.Tensor]
-    checksum: int | None = None
+    guarded: Sequence[torch.Tensor] = ()
+    checksums: Sequence[int] = ()
+    sealed: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +108,8 @@ class CopyEvent(Event, Protocol):
     """The event of a gather or scatter."""
 
     def checksums(self) -> tuple[int, ...]:
-        """The checksum of each block, in order, once reached; empty without `verify`. Never blocks.
+        """What a gather hashed, once reached: for each block and region two checksums, after the sealed pages and
+        after the last. Empty without `verify`, and of a scatter. Never blocks.
 
         Raises `ProtocolError` before that (`wait` first), `TransferError` if the copy failed.
         """

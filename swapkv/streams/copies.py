@@ -25,29 +25,29 @@ Rows: TypeAlias = slice | PhysicalPages
 def gather_blocks(blocks: Sequence[Block], verify: Verify) -> tuple[int, ...]:
     """Copy the device pages of each block to its host memory, in order.
 
-    Returns the checksum of each block's `guarded` bytes as they are after its copy; empty without `verify`.
+    Returns two checksums for each block and region, as `Block` says; empty without `verify`.
     """
-    checksums = []
+    checksums: list[int] = []
     for block in blocks:
         gather_block(block)
         if verify is Verify.CRC32:
-            checksums.append(checksum(block.guarded))
+            for host, before in zip(block.host, block.checksums, strict=True):
+                sealed = checksum([host[: block.sealed]], before)
+                checksums += (sealed, checksum([host[block.sealed :]], sealed))
     return tuple(checksums)
 
 
 def scatter_blocks(blocks: Sequence[Block], verify: Verify) -> tuple[int, ...]:
     """Copy the host bytes of each block to its device pages, in order; with `verify`, each is checked before.
 
-    Returns the checksum of each block's `guarded` bytes; empty without `verify`.
-    Raises `ChecksumMismatch` at the first block whose bytes are not those of `block.checksum`: that block and those
+    Raises `ChecksumMismatch` at the first block whose guarded bytes are not those of its checksums: that block and those
     after it are not written, those before it are. Drop the stored copy, recompute its tokens.
     """
-    checksums = []
     for block in blocks:
         if verify is Verify.CRC32:
-            checksums.append(_verified(block))
+            _verify(block)
         scatter_block(block)
-    return tuple(checksums)
+    return ()
 
 
 def gather_block(block: Block) -> None:
@@ -82,9 +82,12 @@ def clone_pages(regions: Sequence[Region], source: torch.Tensor, target: torch.T
         elements[put] = elements[taken]
 
 
-def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """CRC-32, as in zlib, of the bytes of contiguous CPU tensors one after the other; no copy is made."""
-    crc = 0
+def checksum(tensors: Iterable[torch.Tensor], before: int = 0) -> int:
+    """CRC-32, as in zlib, of the bytes of contiguous CPU tensors one after the other; no copy is made.
+
+    `before`: the checksum of the bytes that come before them.
+    """
+    crc = before
     for tensor in tensors:
         crc = zlib.crc32(tensor.numpy().data, crc)
     return crc
@@ -103,14 +106,12 @@ def check_block(block: Block, verify: Verify) -> None:
             raise ProtocolError(
                 f"host buffer of {host.shape[0]} pages for {block.pages.shape[0]} pages: give one row a page"
             )
-    if verify is Verify.CRC32:
-        if len(block.guarded) != len(block.regions):
-            raise ProtocolError(
-                f"block has {len(block.regions)} regions and {len(block.guarded)} guarded buffers: "
-                "give one a region, or Verify.NONE"
-            )
-        for region, guarded in zip(block.regions, block.guarded, strict=True):
-            _check_buffer("guarded", guarded, region)
+    if verify is Verify.CRC32 and len(block.checksums) != len(block.regions):
+        raise ProtocolError(
+            f"block has {len(block.regions)} regions and {len(block.checksums)} checksums: give one a region, or Verify.NONE"
+        )
+    for region, guarded in zip(block.regions, block.guarded, strict=False):
+        _check_buffer("guarded", guarded, region)
 
 
 def check_pages(regions: Sequence[Region], pages: torch.Tensor) -> None:
@@ -136,14 +137,14 @@ def _check_buffer(name: str, buffer: torch.Tensor, region: Region) -> None:
         raise ProtocolError(f"{name} buffer of layer {region.layer} has strides {buffer.stride()}: make it contiguous")
 
 
-def _verified(block: Block) -> int:
-    found = checksum(block.guarded)
-    if block.checksum is not None and found != block.checksum:
-        raise ChecksumMismatch(
-            f"layer {block.regions[0].layer}: stored bytes hash to {found:#010x}, expected {block.checksum:#010x}; "
-            "they were not used: drop this copy and recompute its tokens"
-        )
-    return found
+def _verify(block: Block) -> None:
+    for region, guarded, wanted in zip(block.regions, block.guarded, block.checksums, strict=True):
+        found = checksum([guarded])
+        if found != wanted:
+            raise ChecksumMismatch(
+                f"layer {region.layer}, plane {region.name!r}: stored bytes hash to {found:#010x}, expected {wanted:#010x}; "
+                "they were not used: drop this copy and recompute its tokens"
+            )
 
 
 def _rows(pages: torch.Tensor) -> Rows:

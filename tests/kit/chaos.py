@@ -1,5 +1,6 @@
 """Random traffic for the harness: everything a caller may do, at any time, with copies that fail."""
 
+from collections.abc import Mapping
 from random import Random
 
 from swapkv.config import SwapConfig
@@ -12,7 +13,10 @@ from tests.kit.harness import Harness
 
 
 class Chaos:
-    """One seed's worth of traffic. `failures`: probability that a copy fails, is rejected, or hangs."""
+    """One seed's worth of traffic. `failures`, `hangs`: probability that a copy fails or is rejected, or hangs.
+
+    `bias`: weights of actions, by name, other than the usual ones.
+    """
 
     def __init__(
         self,
@@ -23,8 +27,11 @@ class Chaos:
         config: SwapConfig,
         failures: float = 0.1,
         hangs: float = 0.0,
+        bias: Mapping[str, float] | None = None,
     ) -> None:
         self.rng = Random(seed)
+        weights = {action: (bias or {}).get(action.__name__, weight) for action, weight in _TABLE.items()}
+        self._actions, self._weights = list(weights), list(weights.values())
         host_bytes = host_chunks * max(layout.chunk_bytes(g) for g in range(len(layout.groups)))  # type: ignore[arg-type]
         self.core = SwapCore(layout, pages, host_bytes, config)
         self.harness = Harness(self.core)
@@ -34,14 +41,57 @@ class Chaos:
         self._steps = 0
 
     def run(self, actions: int) -> None:
-        """Act at random, then let everything end and check that nothing is left."""
+        """Act at random, then check that everyone could still run, let everything end, and see that nothing is left."""
         for _ in range(actions):
             self.act()
+        self.everyone_runs()
         self.wind_down()
 
     def act(self) -> None:
-        choice = self.rng.choices(_ACTIONS, weights=_WEIGHTS)[0]
+        choice = self.rng.choices(self._actions, weights=self._weights)[0]
         choice(self)
+
+    def everyone_runs(self) -> None:
+        """Nobody is stuck: with no more failures each sequence, the others parked, comes back and takes a token."""
+        self.harness.fate = lambda copy: "ok"
+        self._come_to_rest()
+        for name in [n for n, s in self.core.sequences.items() if s.goal is Goal.RESTORING]:
+            assert self.harness.do(events.CancelRestore(name))
+        for name in [n for n, s in self.core.sequences.items() if s.goal is Goal.ACTIVE]:
+            self._put_away(name)
+        for name, sequence in list(self.core.sequences.items()):
+            if sequence.goal is Goal.EVICTED:
+                assert self.harness.do(events.Reset(name))
+            else:
+                assert self.harness.do(events.BeginRestore(name))
+                self._come_to_rest()
+            assert sequence.goal is Goal.ACTIVE, f"{name} alone does not come back"
+            self._steps += 1
+            count = min(1, self.max_tokens - sequence.tokens)
+            assert self.harness.begin_step(StepId(self._steps), {name: count}), f"{name} alone cannot go on"
+            self.harness.end_step(StepId(self._steps))
+            self._put_away(name)
+
+    def _put_away(self, name: SeqId) -> None:
+        if not self.harness.do(events.Preempt(name)):
+            assert self.harness.do(events.Evict(name)), f"{name} neither leaves nor can be dropped"
+            self.harness.tokens[name] = []
+        self._come_to_rest()
+
+    def _come_to_rest(self) -> None:
+        """Let forwards, copies and waiting end by themselves; the clock goes only where the core asked to be woken."""
+        harness, core = self.harness, self.core
+        for _ in range(500):
+            for step in list(harness.forwards):
+                harness.end_step(step)
+            harness.unhang()
+            harness.settle(self.rng)
+            if not harness.wake():
+                break
+        assert not core.ops
+        assert not core.offloads
+        assert not any(s.restore is not None and s.restore.segments for s in core.restores.values())
+        assert not core.waiting_steps, "a forward waits for pages that nobody will give back"
 
     def wind_down(self) -> None:
         """Finish every sequence; all pages and host bytes must come back."""
@@ -199,5 +249,3 @@ _TABLE = {
     Chaos.hang_on: 1,
     Chaos.repeat: 0.5,
 }
-_ACTIONS = list(_TABLE)
-_WEIGHTS = list(_TABLE.values())

@@ -6,17 +6,16 @@ from random import Random
 
 import attrs
 
-from swapkv.errors import SwapError, TransferError
+from swapkv.errors import IllegalTransition, SwapError, TransferError
 from swapkv.fsm import commands, events
 from swapkv.fsm.core import SwapCore
-from swapkv.fsm.records import Goal
 from swapkv.ids import Lane, SeqId, StepId
 from tests.kit.stamps import Stamp, StampDevice, Work
 
 
 @attrs.define(eq=False)
 class Forward:
-    """A granted forward: what it should read, and where it writes."""
+    """A granted forward: what it should read, and where it writes. `gated`: sequences whose layers it still waits for."""
 
     step: StepId
     reads: dict[SeqId, list[Stamp]]
@@ -33,6 +32,7 @@ class Harness:
         self.core = core
         self.device = StampDevice(core)
         self.now_ns = 0
+        self.wake_ns: int | None = None
         self.tokens: dict[SeqId, list[Stamp]] = {}
         self.forwards: dict[StepId, Forward] = {}
         self.queued: list[Forward] = []
@@ -49,6 +49,8 @@ class Harness:
         """Send one event and carry out what the core answers. False: it refused, and nothing has changed."""
         try:
             out = self.core.handle(event, self.now_ns)
+        except IllegalTransition as error:
+            raise AssertionError(f"{event} moved a chunk where it must not") from error
         except SwapError:
             if self.checks_each_event:
                 self.core.check()
@@ -117,6 +119,14 @@ class Harness:
         while self.run_lane(rng) or self.report(rng):
             pass
 
+    def wake(self) -> bool:
+        """Let time pass until the core wants to be woken. False: it does not."""
+        if self.wake_ns is None:
+            return False
+        self.now_ns, self.wake_ns = max(self.now_ns, self.wake_ns), None
+        assert self.do(events.Tick())
+        return True
+
     def _carry_out(self, command: commands.Command) -> None:
         self.news.append(command)
         if isinstance(command, commands.Copy):
@@ -129,11 +139,17 @@ class Harness:
             self._start(command)
         elif isinstance(command, commands.StepRefused):
             del self.waiting[command.step]
+        elif isinstance(command, commands.LayersLost):
+            self._open(command.sequence, lost=True)
+        elif isinstance(command, commands.Restored):
+            self._open(command.sequence, lost=False)
         elif isinstance(command, commands.RestoreUndone):
             self._undone(command)
         elif isinstance(command, commands.Parked):
             if command.outcome is commands.PreemptOutcome.RECOMPUTE:
                 self.tokens[command.sequence] = []
+        elif isinstance(command, commands.WakeAt):
+            self.wake_ns = command.at_ns if self.wake_ns is None else min(self.wake_ns, command.at_ns)
         elif isinstance(command, commands.Gone):
             del self.tokens[command.sequence]
 
@@ -162,20 +178,11 @@ class Harness:
             reads={name: list(self.tokens[name]) for name in appends},
             writes={name: [self._next(name) for _ in range(count)] for name, count in appends.items()},
             tables={name: [t.pages.tolist() for t in s.tables] for name, s in sequences.items()},
-            gated={name for name, s in sequences.items() if s.goal is Goal.RESTORING},
+            gated={name for name, s in sequences.items() if s.restore is not None},
         )
         self.forwards[granted.step] = forward
-
-        def gate() -> bool:
-            open_names = forward.gated - forward.void
-            return all(self._restored(name) for name in open_names)
-
         self.queued.append(forward)
-        self.device.lanes[Lane.COMPUTE].append(Work(lambda: self._forward(forward), granted.after, None, gate))
-
-    def _restored(self, name: SeqId) -> bool:
-        sequence = self.core.sequences.get(name)
-        return sequence is None or sequence.restore is None
+        self.device.lanes[Lane.COMPUTE].append(Work(lambda: self._forward(forward), granted.after, None, lambda: not forward.gated))
 
     def _forward(self, forward: Forward) -> None:
         self.queued.remove(forward)
@@ -204,9 +211,13 @@ class Harness:
     def _undone(self, undone: commands.RestoreUndone) -> None:
         if undone.voided_tokens:
             del self.tokens[undone.sequence][-undone.voided_tokens :]
+
+    def _open(self, name: SeqId, lost: bool) -> None:
+        """Forwards that wait for a restore of this sequence go on; if it is lost, they compute nothing for it."""
         for forward in self.queued:
-            if undone.sequence in forward.gated:
-                forward.void.add(undone.sequence)
+            if name in forward.gated:
+                forward.gated.remove(name)
+                forward.void.update([name] if lost else [])
 
     def _next(self, name: SeqId) -> Stamp:
         self._stamp += 1
