@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import attrs
@@ -15,13 +16,16 @@ from tests.kit.stamps import Stamp, StampDevice, Work
 
 @attrs.define(eq=False)
 class Forward:
-    """A granted forward: what it should read, and where it writes. `gated`: sequences whose layers it still waits for."""
+    """A granted forward: what it should read, and where it writes.
+
+    `gated[s]`: how many layers of `s` are there, while the forward waits for more.
+    """
 
     step: StepId
     reads: dict[SeqId, list[Stamp]]
     writes: dict[SeqId, list[Stamp]]
     tables: dict[SeqId, list[list[int]]]
-    gated: set[SeqId]
+    gated: dict[SeqId, int]
     void: set[SeqId] = attrs.field(factory=set)
 
 
@@ -140,9 +144,13 @@ class Harness:
         elif isinstance(command, commands.StepRefused):
             del self.waiting[command.step]
         elif isinstance(command, commands.LayersLost):
-            self._open(command.sequence, lost=True)
+            self._lost(command.sequence)
+        elif isinstance(command, commands.LayerReady):
+            for forward in self._gated(command.sequence):
+                forward.gated[command.sequence] = command.layer + 1
         elif isinstance(command, commands.Restored):
-            self._open(command.sequence, lost=False)
+            for forward in self._gated(command.sequence):
+                del forward.gated[command.sequence]
         elif isinstance(command, commands.RestoreUndone):
             self._undone(command)
         elif isinstance(command, commands.Parked):
@@ -178,46 +186,62 @@ class Harness:
             reads={name: list(self.tokens[name]) for name in appends},
             writes={name: [self._next(name) for _ in range(count)] for name, count in appends.items()},
             tables={name: [t.pages.tolist() for t in s.tables] for name, s in sequences.items()},
-            gated={name for name, s in sequences.items() if s.restore is not None},
+            gated={name: s.restore.layers_told for name, s in sequences.items() if s.restore is not None},
         )
         self.forwards[granted.step] = forward
+        for layer in range(self.core.layout.num_layers):
+            after = granted.after if layer == 0 else ()
+            run, gate = partial(self._compute, forward, layer), partial(self._may_compute, forward, layer)
+            self.device.lanes[Lane.COMPUTE].append(Work(run, after, None, gate))
         self.queued.append(forward)
-        self.device.lanes[Lane.COMPUTE].append(Work(lambda: self._forward(forward), granted.after, None, lambda: not forward.gated))
 
-    def _forward(self, forward: Forward) -> None:
-        self.queued.remove(forward)
+    def _may_compute(self, forward: Forward, layer: int) -> bool:
+        return all(layer < told for told in forward.gated.values())
+
+    def _compute(self, forward: Forward, layer: int) -> None:
+        """One layer of every sequence: what is read must be what was written, then the new tokens are written."""
         for name in forward.reads:
             if name not in forward.void:
-                self._compute(forward, name)
+                self._read(forward, name, layer)
+                self._write(forward, name, layer)
+        if layer == self.core.layout.num_layers - 1:
+            self.queued.remove(forward)
 
-    def _compute(self, forward: Forward, name: SeqId) -> None:
-        layout = self.core.layout
+    def _read(self, forward: Forward, name: SeqId, layer: int) -> None:
+        group = self.core.layout.group_of_layer[layer]
+        window = self.core.layout.groups[group].window
         before = forward.reads[name]
-        for group, layers in enumerate(g.layers for g in layout.groups):
-            window = layout.groups[group].window
-            table = forward.tables[name][group]
-            first = 0 if window is None else max(0, len(before) - window + 1)
-            for layer in layers:
-                for position in range(first, len(before)):
-                    page = table[position // layout.page_size]
-                    assert page >= 0, f"{name} reads position {position}, which has no page"
-                    found = self.device.page(page, layer)[position % layout.page_size]
-                    assert found == before[position], f"{name} reads {found} at {position}, expects {before[position]}"
-                for at, stamp in enumerate(forward.writes[name]):
-                    position = len(before) + at
-                    page = table[position // layout.page_size]
-                    self.device.page(page, layer)[position % layout.page_size] = stamp
+        for position in range(0 if window is None else max(0, len(before) - window + 1), len(before)):
+            found = self._place(forward, name, layer, position)
+            assert found == before[position], f"{name} reads {found} at {position}, expects {before[position]}"
+
+    def _write(self, forward: Forward, name: SeqId, layer: int) -> None:
+        for position, stamp in enumerate(forward.writes[name], start=len(forward.reads[name])):
+            self._place(forward, name, layer, position, stamp)
+
+    def _place(self, forward: Forward, name: SeqId, layer: int, position: int, stamp: Stamp = None) -> Stamp:
+        """What stands at one position of one layer, after `stamp` was written there."""
+        page_size = self.core.layout.page_size
+        page = forward.tables[name][self.core.layout.group_of_layer[layer]][position // page_size]
+        assert page >= 0, f"{name} uses position {position}, which has no page"
+        stamps = self.device.page(page, layer)
+        if stamp is not None:
+            stamps[position % page_size] = stamp
+        return stamps[position % page_size]
 
     def _undone(self, undone: commands.RestoreUndone) -> None:
         if undone.voided_tokens:
             del self.tokens[undone.sequence][-undone.voided_tokens :]
 
-    def _open(self, name: SeqId, lost: bool) -> None:
-        """Forwards that wait for a restore of this sequence go on; if it is lost, they compute nothing for it."""
-        for forward in self.queued:
-            if name in forward.gated:
-                forward.gated.remove(name)
-                forward.void.update([name] if lost else [])
+    def _gated(self, name: SeqId) -> list[Forward]:
+        """Forwards that wait for layers of a sequence."""
+        return [forward for forward in self.queued if name in forward.gated]
+
+    def _lost(self, name: SeqId) -> None:
+        """Layers will not come: forwards that wait for them compute nothing for the sequence from here on."""
+        for forward in self._gated(name):
+            del forward.gated[name]
+            forward.void.add(name)
 
     def _next(self, name: SeqId) -> Stamp:
         self._stamp += 1
