@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from swapkv.config import HostFull, RestoreOrder, Verify
@@ -135,28 +136,32 @@ def _refuse_if_busy(sequence: Sequence) -> None:
 
 
 def _reserve(core: SwapCore, leaving: list[Chunk]) -> bool:
-    """Host room for every dirty chunk, before any copy begins. False: there is none, and nothing was taken."""
-    lacking = [c for c in leaving if c.copy.offset is None and not c.clean]
+    """Host room for every dirty chunk, before any copy begins. False: there is none, and nothing was taken.
+
+    Spare copies are reclaimed, the oldest first, until each chunk has its slot: the room may be there, but in pieces.
+    """
+    lacking = [c for c in leaving if c.copy.offset is None]
     needed = sum(core.layout.chunk_bytes(c.group) for c in lacking)
     room = core.host.total - core.host.used
-    if room < needed:
-        keep = {c.id for c in leaving}
-        spare = [c for c in core.copied.values() if c.id not in keep and _reclaimable(core, c)]
-        if room + sum(core.layout.chunk_bytes(c.group) for c in spare) < needed:
-            return False
-        for chunk in spare:
-            if core.host.total - core.host.used >= needed:
-                break
-            core.free_slot(chunk)
+    if room < needed and room + sum(core.layout.chunk_bytes(c.group) for c in _spares(core, leaving)) < needed:
+        return False
+    spares = _spares(core, leaving)
+    for at, chunk in enumerate(lacking):
+        while not core.take_slot(chunk):
+            spare = next(spares, None)
+            if spare is None:
+                for other in lacking[:at]:
+                    core.free_slot(other)
+                return False
+            core.free_slot(spare)
             core.counters["reclaimed_copies"] += 1
-    taken: list[Chunk] = []
-    for chunk in lacking:
-        if not core.take_slot(chunk):
-            for other in taken:
-                core.free_slot(other)
-            return False
-        taken.append(chunk)
     return True
+
+
+def _spares(core: SwapCore, leaving: list[Chunk]) -> Iterator[Chunk]:
+    """Chunks whose host copies can be given up for `leaving`, the oldest copy first."""
+    keep = {c.id for c in leaving}
+    yield from (c for c in list(core.copied.values()) if c.id not in keep and _reclaimable(core, c))
 
 
 def _reclaimable(core: SwapCore, chunk: Chunk) -> bool:
