@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from swapkv.config import RestoreOrder, Verify
-from swapkv.errors import DrainTimeout
-from swapkv.fsm import edit, events, offload, restore
+from swapkv.fsm import edit, events, hangs, offload, restore
 from swapkv.fsm.commands import Copy, CopyItem
 from swapkv.fsm.ledger import latest
 from swapkv.fsm.records import Chunk, Goal, Op, Restore, Segment, Sequence
-from swapkv.fsm.transitions import ChunkEvent
 from swapkv.ids import ChunkId, Fence, GroupId, Lane, LayerId
 
 if TYPE_CHECKING:
@@ -124,8 +122,8 @@ def _within_cap(core: SwapCore, work: Restore) -> bool:
 
 def next_wake(core: SwapCore) -> int | None:
     """When the next thing happens by time alone; None: never."""
-    heads = [head for head in (_head(core, lane) for lane in (Lane.OUT, Lane.IN)) if head is not None]
-    times = [_deadline_ns(core, head) for head in heads]
+    deadlines = (hangs.deadline_ns(core, lane) for lane in (Lane.OUT, Lane.IN))
+    times = [deadline for deadline in deadlines if deadline is not None]
     for lane, segment in ((Lane.OUT, _next_out(core)), (Lane.IN, _next_in(core))):
         if segment is not None and core.inflight[lane] < core.config.ops_per_lane:
             ready = core.buckets[lane].ready_ns(segment.num_bytes, core.now_ns)
@@ -142,7 +140,7 @@ def done(core: SwapCore, event: events.CopyDone) -> None:
     core.bandwidth[op.lane].observe(op.num_bytes, event.elapsed_ns)
     core.counters["bytes_out" if op.lane is Lane.OUT else "bytes_in"] += op.num_bytes
     (offload.landed if op.lane is Lane.OUT else restore.landed)(core, op, event.checksums)
-    _settle(core, op)
+    settle(core, op)
 
 
 def failed(core: SwapCore, event: events.CopyFailed) -> None:
@@ -151,8 +149,8 @@ def failed(core: SwapCore, event: events.CopyFailed) -> None:
     if op is None:
         return
     core.counters[f"failed_{op.lane.name.lower()}_copies"] += 1
-    _give_up(core, op, event.cause)
-    _settle(core, op)
+    give_up(core, op, event.cause)
+    settle(core, op)
 
 
 def rejected(core: SwapCore, event: events.CopyRejected) -> None:
@@ -166,42 +164,6 @@ def rejected(core: SwapCore, event: events.CopyRejected) -> None:
 def fence_passed(core: SwapCore, event: events.FencePassed) -> None:
     """The device is past a fence: what it guarded comes free."""
     _pass(core, event.fence)
-
-
-def expire(core: SwapCore) -> None:
-    """Let go of copies that hang: what they may still touch is quarantined, and their owner gives up.
-
-    A copy hangs if its lane has made no progress for the deadline, and nothing that it waits for is still to come. What
-    was submitted behind it hangs with it.
-    """
-    overdue: list[Op] = []
-    for lane in (Lane.OUT, Lane.IN):
-        head = _head(core, lane)
-        if head is not None and core.now_ns >= _deadline_ns(core, head):
-            overdue += [op for op in core.ops.values() if op.lane is lane and not op.hung]
-    for op in overdue:
-        _quarantine(core, op)
-    for op in overdue:
-        cause = DrainTimeout(
-            f"copy {op.id} ({op.lane.name}, {op.num_bytes} bytes of sequence {op.sequence!r}) has made no progress for "
-            f"{core.config.copy_deadline_ns} ns; what it may still touch is quarantined: check the device or tier"
-        )
-        _give_up(core, op, cause)
-        _settle(core, op)
-
-
-def _head(core: SwapCore, lane: Lane) -> Op | None:
-    """The oldest copy of `lane` that has not been given up, unless it waits for work of another lane."""
-    head = next((op for op in core.ops.values() if op.lane is lane and not op.hung), None)
-    if head is None or not all(core.clock.passed(fence) for fence in head.after):
-        return None
-    return head
-
-
-def _deadline_ns(core: SwapCore, head: Op) -> int:
-    """When the first copy of a lane is overdue: counted from the last thing that let it go on."""
-    began = [core.moved_ns[lane] for lane in {head.lane} | {fence.lane for fence in head.after}]
-    return max(head.submitted_ns, *began) + core.config.copy_deadline_ns
 
 
 def _may_submit(core: SwapCore, lane: Lane, segment: Segment) -> bool:
@@ -302,7 +264,7 @@ def _close(core: SwapCore, event: events.CopyDone | events.CopyFailed) -> Op | N
     if op.hung:
         core.counters["late_completions"] += 1
         return None
-    _detach(core, op)
+    detach(core, op)
     return op
 
 
@@ -318,7 +280,8 @@ def _pass(core: SwapCore, fence: Fence) -> None:
     core.stuck_slots = [(offset, last) for offset, last in core.stuck_slots if not core.clock.passed(last)]
 
 
-def _detach(core: SwapCore, op: Op) -> None:
+def detach(core: SwapCore, op: Op) -> None:
+    """Nobody waits for this op any more."""
     for chunk in op.chunks:
         chunk.ops.discard(op.id)
     sequence = core.sequences.get(op.sequence)
@@ -329,7 +292,7 @@ def _detach(core: SwapCore, op: Op) -> None:
         sequence.restore.inflight_bytes -= op.num_bytes
 
 
-def _give_up(core: SwapCore, op: Op, cause: Exception) -> None:
+def give_up(core: SwapCore, op: Op, cause: Exception) -> None:
     """Undo everything that counted on this op."""
     for name in {op.sequence: None} | {name: None for chunk in op.chunks for name in chunk.refs}:
         sequence = core.sequences.get(name)
@@ -341,7 +304,7 @@ def _give_up(core: SwapCore, op: Op, cause: Exception) -> None:
             restore.undo(core, sequence, cause)
 
 
-def _settle(core: SwapCore, op: Op) -> None:
+def settle(core: SwapCore, op: Op) -> None:
     """Whoever waited for the op looks again."""
     for name in {op.sequence: None} | {name: None for chunk in op.chunks for name in chunk.refs}:
         sequence = core.sequences.get(name)
@@ -351,27 +314,6 @@ def _settle(core: SwapCore, op: Op) -> None:
             restore.settle(core, sequence)
         if sequence is not None:
             edit.bury_if_over(core, sequence)
-
-
-def _quarantine(core: SwapCore, op: Op) -> None:
-    """Nobody may use what a hung copy still writes: device pages of an H2D copy, the host slot of a D2H copy."""
-    core.counters["hung_copies"] += 1
-    op.hung = True
-    core.ledger.mark_stuck(op.fence)
-    for chunk in op.chunks:
-        if chunk.id in op.dropped:
-            continue
-        last = max(core.ops[other].fence for other in chunk.ops)
-        for other in chunk.ops:
-            core.ops[other].dropped.add(chunk.id)
-        if op.lane is Lane.IN:
-            core.give_back_pages(chunk)
-            core.move(chunk, ChunkEvent.UNDO_RESTORE)
-        elif chunk.copy.offset is not None:
-            core.stuck_slots.append((chunk.copy.offset, last))
-            core.forget_copy(chunk)
-        chunk.ops.clear()
-    _detach(core, op)
 
 
 def _next_out(core: SwapCore) -> Segment | None:

@@ -2,7 +2,8 @@
 
 `SwapCore.handle(event, now_ns) -> list[Command]`. The three drivers run this same class. The rules of each concern are
 functions in the files beside it: `steps` (forward passes), `offload`, `restore`, `copies` (segments and their ends),
-`edit` (fork, truncate, finish). They move chunks by `SwapCore.move` only, along the table of `transitions`.
+`hangs` (copies that do not end), `edit` (fork, truncate, finish). They move chunks by `SwapCore.move` only, along the
+table of `transitions`.
 """
 
 from collections import Counter, deque
@@ -14,7 +15,7 @@ from swapkv.budget.bucket import TokenBucket
 from swapkv.budget.extents import Extents
 from swapkv.config import SECOND_NS, SwapConfig
 from swapkv.errors import IllegalTransition, ProtocolError, UnknownSequence
-from swapkv.fsm import copies, edit, events, offload, restore, steps
+from swapkv.fsm import copies, edit, events, hangs, offload, restore, steps
 from swapkv.fsm.commands import Command, WakeAt
 from swapkv.fsm.fences import FenceClock
 from swapkv.fsm.ledger import PageLedger
@@ -87,9 +88,10 @@ class SwapCore:
         self.now_ns = max(self.now_ns, now_ns)
         self._out = []
         _HANDLERS[type(event)](self, event)
-        copies.expire(self)
-        steps.grant(self)
-        restore.grant(self)
+        hangs.expire(self)
+        self._grant()
+        while hangs.give_up_unsubmitted(self):
+            self._grant()
         copies.pump(self)
         self._arm()
         return self._out
@@ -210,6 +212,11 @@ class SwapCore:
         from swapkv.fsm.check import check
 
         check(self)
+
+    def _grant(self) -> None:
+        """Give the pages that are there to those who wait."""
+        steps.grant(self)
+        restore.grant(self)
 
     def _buckets(self) -> dict[Lane, TokenBucket]:
         def bucket(rate: int | None, burst: int | None) -> TokenBucket:
