@@ -42,7 +42,13 @@ class BasePool(ABC):
     assumed_bytes_per_s: ClassVar[float] = 10e9
 
     def __init__(
-        self, layout: KVLayout, memory: PagedMemory, host_memory: torch.Tensor, device: Device, config: SwapConfig
+        self,
+        layout: KVLayout,
+        memory: PagedMemory,
+        host_memory: torch.Tensor,
+        device: Device,
+        config: SwapConfig,
+        transfers: type[Transfers] = Transfers,
     ) -> None:
         pages = [memory.num_pages(GroupId(g)) for g in range(len(layout.groups))]
         self.layout = layout
@@ -51,7 +57,7 @@ class BasePool(ABC):
         self._device = device
         self._core = SwapCore(layout, pages, host_memory.numel(), config)
         bases = [self._core.ledger.base(g) for g in self._core.groups()]
-        self._transfers = Transfers(layout, memory, HostArena(layout, host_memory), device, config.verify, bases)
+        self._transfers = transfers(layout, memory, HostArena(layout, host_memory), device, config.verify, bases)
         self.compute: Stream = device.create_stream("compute")
         self._step_ids = count(1)
 

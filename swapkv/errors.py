@@ -57,9 +57,17 @@ class DrainTimeout(TransferError):  # noqa: N818
     """Copies in flight did not end in time; what they touch is quarantined, not reused."""
 
 
+class MalformedMessage(TransferError):  # noqa: N818
+    """What another rank sent is no message of this version. Nothing of it was used."""
+
+
 class PoolClosed(SwapError):  # noqa: N818
     """The pool was closed, by `close()` or by leaving `open_pool`."""
 
 
 class PoolBroken(SwapError):  # noqa: N818
     """An internal invariant or the device failed for good. The cause is chained; open a new pool."""
+
+
+class RankLost(PoolBroken):
+    """Another rank died, fell silent, or cannot go on; its message names the rank. Open a new pool on all ranks."""

@@ -21,6 +21,7 @@ from swapkv.sessions import AsyncForward, Restoring
 from swapkv.streams.base import Device, Stream
 from swapkv.streams.host import HostDevice
 from swapkv.streams.memory import PagedMemory
+from swapkv.transfers import Transfers
 from swapkv.waiters import Undone, Waiter
 
 CLOSE_TIMEOUT_S = 10.0
@@ -42,8 +43,9 @@ class Pool(BasePool):
         device: Device,
         config: SwapConfig,
         observer: Observer | None,
+        transfers: type[Transfers] = Transfers,
     ) -> None:
-        super().__init__(layout, memory, host_memory, device, config)
+        super().__init__(layout, memory, host_memory, device, config, transfers)
         self._driver = Driver(self._core, self._transfers, device, observer)
         self._closed = False
 

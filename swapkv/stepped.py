@@ -19,6 +19,7 @@ from swapkv.stepdriver import News, StepDriver
 from swapkv.streams.base import Device, Stream
 from swapkv.streams.host import HostDevice
 from swapkv.streams.memory import PagedMemory
+from swapkv.transfers import Transfers
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -39,8 +40,9 @@ class SteppedPool(BasePool):
         device: Device,
         config: SwapConfig,
         observer: Observer | None,
+        transfers: type[Transfers] = Transfers,
     ) -> None:
-        super().__init__(layout, memory, host_memory, device, config)
+        super().__init__(layout, memory, host_memory, device, config, transfers)
         self._driver = StepDriver(self._core, self._transfers, observer)
         self._closed = False
 
