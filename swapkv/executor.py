@@ -63,7 +63,7 @@ class Executor:
         self._clock = clock
         self._fences: dict[Fence, Event] = {}
         self._forwards: dict[StepId, _Forward] = {}
-        self._last_forward: tuple[Stream, Event] | None = None
+        self._computed: list[tuple[Stream, Event]] = []
         self._lane_free_ns = dict.fromkeys(Lane, 0)
 
     def carry_out(self, command: commands.Command) -> Work | None:
@@ -79,9 +79,7 @@ class Executor:
         return None
 
     def expect_forward(self, step: StepId, sequences: Sequence[SeqId], stream: Stream) -> None:
-        """Name the stream of a forward that is about to begin, and order it after the forward before."""
-        if self._last_forward is not None and self._last_forward[0] is not stream:
-            stream.wait(self._last_forward[1])
+        """Name the stream of a forward that is about to begin."""
         self._forwards[step] = _Forward(stream, tuple(sequences), self._clock())
 
     def forget_forward(self, step: StepId) -> None:
@@ -109,7 +107,7 @@ class Executor:
         self._fences.pop(copy.fence, None)
         error: TransferError | None = None
         try:
-            event.wait(0)
+            _require_over(event)
         except TransferError as failure:
             error = failure
         if self._observer is not None:
@@ -121,15 +119,15 @@ class Executor:
 
     def _clone(self, clone: commands.ClonePages) -> Work:
         stream = self._forwards[clone.step].stream
+        self._join(stream)
         event = self._copier.clone(clone, stream, self._events(clone.after))
-        self._fences[clone.fence] = stream.record()
+        self._fences[clone.fence] = self._record_on(stream)
         return Work(Lane.COMPUTE, event, lambda: self._passed(clone.fence, event))
 
     def _record(self, record: commands.RecordFence) -> Work:
         forward = self._forwards.pop(record.step)
-        event = forward.stream.record()
-        self._last_forward = (forward.stream, event)
-        self._fences[record.fence] = event
+        self._join(forward.stream)
+        event = self._fences[record.fence] = self._record_on(forward.stream)
 
         def finish() -> events.Event:
             if self._observer is not None:
@@ -139,18 +137,43 @@ class Executor:
         return Work(Lane.COMPUTE, event, finish)
 
     def _passed(self, fence: Fence, event: Event) -> events.Event:
-        event.wait(0)
+        _require_over(event)
         self._fences.pop(fence, None)
         return events.FencePassed(fence)
 
     def _grant(self, granted: commands.StepGranted) -> None:
         forward = self._forwards[granted.step]
+        self._join(forward.stream)
         for event in self._events(granted.after):
             forward.stream.wait(event)
         self._forwards[granted.step] = attrs.evolve(forward, begin_ns=self._clock())
 
+    def _join(self, stream: Stream) -> None:
+        """Order what `stream` is given from now on after the fences of the other compute streams.
+
+        To the core they are one lane, whose work ends in the order of its fences: a forward on one stream begins after
+        those that have ended on others, and its own fence stands for theirs as well.
+        """
+        self._computed = [(other, event) for other, event in self._computed if not event.query()]
+        for other, event in self._computed:
+            if other is not stream:
+                stream.wait(event)
+
+    def _record_on(self, stream: Stream) -> Event:
+        """A fence of the compute lane; it stands for the earlier ones of `stream`."""
+        event = stream.record()
+        self._computed = [pair for pair in self._computed if pair[0] is not stream]
+        self._computed.append((stream, event))
+        return event
+
     def _events(self, fences: Sequence[Fence]) -> list[Event]:
         return [self._fences[fence] for fence in fences if fence in self._fences]
+
+
+def _require_over(event: Event) -> None:
+    """Raise what the work failed with. A wait that ran out of time is not an end: it must never be reported as one."""
+    over = event.wait(0)
+    assert over, "work was reported as over that is not"
 
 
 class _Reached:
