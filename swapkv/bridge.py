@@ -101,9 +101,12 @@ class Reaper:
         """Run `job`, which may block, after those before it."""
         self._jobs.put(job)
 
-    def close(self, timeout_s: float) -> bool:
-        """End the thread once its jobs are done. False: one of them is stuck, and the thread is left behind."""
+    def stop(self) -> None:
+        """End the thread once its jobs are done."""
         self._jobs.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of a thread that was stopped. False: a job is stuck, and the thread is left behind."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

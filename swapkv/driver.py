@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from swapkv.bridge import Alarm, LoopBridge, Reaper
-from swapkv.errors import PoolBroken, ProtocolError, SwapError, TransferError
+from swapkv.closing import close_within
+from swapkv.errors import IllegalTransition, PoolBroken, ProtocolError, SwapError
 from swapkv.executor import Copier, Executor, Work
 from swapkv.fsm import commands, events, queries
 from swapkv.fsm.core import SwapCore
@@ -72,7 +73,7 @@ class Driver:
         waiter = self.waiters.add("event", id(event))
 
         def reap() -> None:
-            with suppress(TransferError):
+            with suppress(Exception):
                 event.wait()
             self._bridge.post(waiter)
 
@@ -91,10 +92,14 @@ class Driver:
     def shut_down(self, timeout_s: float) -> list[str]:
         """Stop the device and the threads, blocking. Returns the names of streams and threads that are stuck."""
         deadline_s = time.monotonic() + timeout_s
-        stuck = self._device.close(timeout_s)
-        self._alarm.close()
+        try:
+            stuck = close_within(self._device, timeout_s)
+        finally:
+            self._alarm.close()
+            for reaper in self._reapers.values():
+                reaper.stop()
         for lane, reaper in self._reapers.items():
-            if not reaper.close(max(0.1, deadline_s - time.monotonic())):
+            if not reaper.join(max(0.1, deadline_s - time.monotonic())):
                 stuck.append(f"reaper of {lane.name}")
         return stuck
 
@@ -115,31 +120,38 @@ class Driver:
         now_ns = time.monotonic_ns()
         try:
             answer = self.core.handle(event, now_ns)
-        except SwapError:
-            raise
         except Exception as error:
-            self._break(error)
-            raise PoolBroken("the core failed on an event: open a new pool and report this") from error
-        for command in answer:
-            work = self.executor.carry_out(command)
-            if work is not None:
-                self._reapers[work.lane].watch(partial(self._reap, work))
-            elif type(command) in _NEWS:
-                _NEWS[type(command)](self, command)
-        if self._observer is not None:
-            self._touched.update(_names(event))
-            self._observe_states(now_ns)
+            if isinstance(error, SwapError) and not isinstance(error, IllegalTransition):
+                raise
+            raise self._break(error) from error
+        try:
+            for command in answer:
+                self._carry_out(command)
+            if self._observer is not None:
+                self._touched.update(_names(event))
+                self._observe_states(now_ns)
+        except Exception as error:
+            raise self._break(error) from error
         return answer
 
-    def _break(self, error: BaseException) -> None:
+    def _carry_out(self, command: commands.Command) -> None:
+        """Do what the core has decided. What raises here leaves the core and the device apart for good."""
+        work = self.executor.carry_out(command)
+        if work is not None:
+            self._reapers[work.lane].watch(partial(self._reap, work))
+        elif type(command) in _NEWS:
+            _NEWS[type(command)](self, command)
+
+    def _break(self, error: BaseException) -> PoolBroken:
         """An invariant or the device failed for good."""
         broken = PoolBroken(f"the pool cannot go on ({type(error).__name__}: {error}): open a new one")
         broken.__cause__ = error
         self.stop(broken)
+        return broken
 
     def _reap(self, work: Work) -> None:
-        """On a reaper's thread: wait for the end of some work, then have the loop look at it."""
-        with suppress(TransferError):
+        """On a reaper's thread: wait for the end of some work, then have the loop look at it, whatever it was."""
+        with suppress(Exception):
             work.event.wait()
         self._bridge.post(work)
 
@@ -150,11 +162,11 @@ class Driver:
         self.waiters.end("step", refused.step, error=refused.cause)
 
     def _parked(self, parked: commands.Parked) -> None:
-        self._touched.add(parked.sequence)
+        self._touch(parked.sequence)
         self.waiters.end("park", parked.sequence, parked.outcome)
 
     def _park_undone(self, undone: commands.ParkUndone) -> None:
-        self._touched.add(undone.sequence)
+        self._touch(undone.sequence)
         self.waiters.end("park", undone.sequence, error=undone.cause or _cancelled("preempt", undone.sequence))
 
     def _pages_ready(self, ready: commands.PagesReady) -> None:
@@ -165,8 +177,10 @@ class Driver:
             self.restores[ready.sequence].layer_ready(ready.layer)
 
     def _restored(self, restored: commands.Restored) -> None:
-        self._touched.add(restored.sequence)
-        self.restores.pop(restored.sequence, None)
+        self._touch(restored.sequence)
+        restore = self.restores.pop(restored.sequence, None)
+        if restore is not None:
+            restore.layer_ready(LayerId(self.core.layout.num_layers - 1))
         self.waiters.end("pages", restored.sequence)
         self.waiters.end("restore", restored.sequence)
 
@@ -175,18 +189,22 @@ class Driver:
             self.restores[lost.sequence].undone(lost.cause or _cancelled("restore", lost.sequence))
 
     def _restore_undone(self, undone: commands.RestoreUndone) -> None:
-        self._touched.add(undone.sequence)
+        self._touch(undone.sequence)
         cause = undone.cause or _cancelled("restore", undone.sequence)
         self.restores.pop(undone.sequence, None)
         self.waiters.end("pages", undone.sequence, error=cause)
         self.waiters.end("restore", undone.sequence, error=cause)
 
     def _gone(self, gone: commands.Gone) -> None:
-        self._touched.add(gone.sequence)
+        self._touch(gone.sequence)
         self.waiters.end("gone", gone.sequence)
 
     def _wake(self, wake: commands.WakeAt) -> None:
         self._alarm.set(wake.at_ns)
+
+    def _touch(self, name: SeqId) -> None:
+        if self._observer is not None:
+            self._touched.add(name)
 
     def _on_transition(self, chunk: Chunk, before: ChunkState, after: ChunkState, now_ns: int) -> None:
         assert self._observer is not None

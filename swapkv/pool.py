@@ -47,7 +47,7 @@ class Pool(BasePool):
     ) -> None:
         super().__init__(layout, memory, host_memory, device, config, transfers)
         self._driver = Driver(self._core, self._transfers, device, observer)
-        self._closed = False
+        self._closing: anyio.Event | None = None
 
     @property
     def _executor(self) -> Executor:
@@ -155,12 +155,19 @@ class Pool(BasePool):
         Raises `DrainTimeout`, naming what is stuck, if that takes longer than `timeout_s`; the pool is closed then,
         too, but its memory must not be used for anything else. Cancellation does not stop it.
         """
-        if self._closed:
+        if self._closing is not None:
+            with anyio.CancelScope(shield=True):
+                await self._closing.wait()
             return
-        self._closed = True
+        self._closing = anyio.Event()
         self._driver.stop(PoolClosed("the pool is closed: open a new one"))
-        with anyio.CancelScope(shield=True):
-            stuck = await anyio.to_thread.run_sync(self._driver.shut_down, timeout_s)
+        try:
+            with anyio.CancelScope(shield=True):
+                # a limiter of its own: threads that the program has blocked elsewhere must not hold the close up
+                limiter = anyio.CapacityLimiter(1)
+                stuck = await anyio.to_thread.run_sync(self._driver.shut_down, timeout_s, limiter=limiter)
+        finally:
+            self._closing.set()
         if stuck:
             raise DrainTimeout(
                 f"closing the pool: {', '.join(stuck)} did not end within {timeout_s} s; their threads are left behind "

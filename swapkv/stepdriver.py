@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from swapkv.errors import PoolBroken, SwapError
+from swapkv.errors import IllegalTransition, PoolBroken, SwapError
 from swapkv.executor import Clock, Copier, Executor, Work
 from swapkv.fsm import commands, copies, events
 from swapkv.fsm.core import SwapCore
@@ -61,8 +61,13 @@ class StepDriver:
         Raises `PoolBroken` if the device or an invariant has failed for good.
         """
         self.require_open()
-        for event in self._ended():
-            self._handle(event)
+        try:
+            for event in self._ended():
+                self._handle(event)
+        except PoolBroken:
+            raise
+        except Exception as error:
+            raise self._break(error) from error
         if self._wake_ns is not None and self._wake_ns <= self.clock():
             self._wake_ns = None
             self._handle(events.Tick())
@@ -85,29 +90,32 @@ class StepDriver:
     def _handle(self, event: events.Event) -> list[commands.Command]:
         try:
             answer = self.core.handle(event, self.clock())
-        except SwapError:
-            raise
+        except Exception as error:
+            if isinstance(error, SwapError) and not isinstance(error, IllegalTransition):
+                raise
+            raise self._break(error) from error
+        try:
+            for command in answer:
+                self._carry_out(command)
         except Exception as error:
             raise self._break(error) from error
-        for command in answer:
-            work = self.executor.carry_out(command)
-            if work is not None:
-                self._work[work.lane].append(work)
-            elif isinstance(command, commands.WakeAt):
-                self._wake_ns = command.at_ns if self._wake_ns is None else min(self._wake_ns, command.at_ns)
-            elif not isinstance(command, commands.Copy | commands.ClonePages | commands.RecordFence):
-                self._news.append(command)
         return answer
+
+    def _carry_out(self, command: commands.Command) -> None:
+        """Do what the core has decided. What raises here leaves the core and the device apart for good."""
+        work = self.executor.carry_out(command)
+        if work is not None:
+            self._work[work.lane].append(work)
+        elif isinstance(command, commands.WakeAt):
+            self._wake_ns = command.at_ns if self._wake_ns is None else min(self._wake_ns, command.at_ns)
+        elif not isinstance(command, commands.Copy | commands.ClonePages | commands.RecordFence):
+            self._news.append(command)
 
     def _ended(self) -> Iterator[events.Event]:
         """The ends of work that the device has done, lane by lane in order."""
         for queue in self._work.values():
             while queue and queue[0].event.query():
-                work = queue.popleft()
-                try:
-                    yield work.finish()
-                except SwapError as error:
-                    raise self._break(error) from error
+                yield queue.popleft().finish()
 
     def _break(self, error: BaseException) -> PoolBroken:
         broken = PoolBroken(f"the pool cannot go on ({type(error).__name__}: {error}): open a new one")

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 import torch
 
 from swapkv.basepool import BasePool, allocate
+from swapkv.closing import close_within
 from swapkv.config import SECOND_NS, SwapConfig
 from swapkv.errors import DrainTimeout, PoolClosed, SwapError
 from swapkv.executor import Executor
@@ -110,7 +111,7 @@ class SteppedPool(BasePool):
             return
         self._closed = True
         self._driver.stop(PoolClosed("the pool is closed: open a new one"))
-        stuck = self._device.close(timeout_s)
+        stuck = close_within(self._device, timeout_s)
         if stuck:
             raise DrainTimeout(
                 f"closing the pool: {', '.join(stuck)} did not end within {timeout_s} s; their threads are left behind "

@@ -72,11 +72,15 @@ class Waiters:
 
     def __init__(self) -> None:
         self._by_place: dict[tuple[str, Hashable], list[Waiter]] = {}
+        self._end: BaseException | None = None
 
     def add(self, kind: str, key: Hashable) -> Waiter:
         """A new waiter for the news `kind` of `key`."""
         waiter = Waiter(kind, key)
-        self._by_place.setdefault(waiter.place, []).append(waiter)
+        if self._end is None:
+            self._by_place.setdefault(waiter.place, []).append(waiter)
+        else:
+            waiter.end(None, self._end)
         return waiter
 
     def drop(self, waiter: Waiter) -> None:
@@ -84,6 +88,8 @@ class Waiters:
         waiting = self._by_place.get(waiter.place, [])
         if waiter in waiting:
             waiting.remove(waiter)
+            if not waiting:
+                del self._by_place[waiter.place]
 
     def end(self, kind: str, key: Hashable, value: object = None, error: BaseException | None = None) -> None:
         """The news has come: every call that waits for it goes on."""
@@ -91,6 +97,7 @@ class Waiters:
             waiter.end(value, error)
 
     def end_all(self, error: BaseException) -> None:
-        """No news will ever come: every call raises `error`."""
+        """No news will ever come: every call raises `error`, those that come later included."""
+        self._end = error
         for place in list(self._by_place):
             self.end(*place, error=error)
