@@ -1,13 +1,15 @@
 """What a caller of the async pool holds while something is under way: a forward pass, a restore."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar
 
 import anyio
 
+from swapkv.config import Verify
 from swapkv.driver import Driver
-from swapkv.errors import ProtocolError, TransferError
+from swapkv.errors import ProtocolError, SwapError, TransferError
 from swapkv.forward import Forward
 from swapkv.fsm import events
 from swapkv.ids import LayerId, SeqId
@@ -54,6 +56,7 @@ class Restoring:
         self._landed = 0
         self._error: BaseException | None = None
         self._promises: dict[int, Promise] = {}
+        self._gated: list[Stream] = []
         self._whole: Waiter | None = None
 
     async def wait_layer(self, layer: int) -> None:
@@ -70,6 +73,8 @@ class Restoring:
     def gate(self, layer: int, stream: Stream) -> None:
         """Later work of `stream` starts once the KV of `layer` is there; it fails if the restore fails first."""
         stream.wait(self.layer_event(layer))
+        if stream not in self._gated:
+            self._gated.append(stream)
 
     def layer_event(self, layer: int) -> Event:
         """An event that is reached once the KV of `layer` is there; it fails if the restore fails first.
@@ -86,10 +91,11 @@ class Restoring:
 
     def layer_ready(self, layer: LayerId) -> None:
         """The driver's word that `layer` has landed, and all before it."""
-        self._landed = layer + 1
-        if layer in self._promises:
-            self._promises[layer].set()
-        self._driver.waiters.end("layer", (self._name, layer))
+        for landed in range(self._landed, layer + 1):
+            if landed in self._promises:
+                self._promises[landed].set()
+            self._driver.waiters.end("layer", (self._name, landed))
+        self._landed = max(self._landed, layer + 1)
 
     def undone(self, error: BaseException) -> None:
         """The driver's word that the restore has failed or was cancelled."""
@@ -119,19 +125,31 @@ class Restoring:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._whole is not None
-        if error is None:
-            await self._whole.settle(self._cancel)
-        elif not self._whole.done:
-            self._cancel()
-            with anyio.CancelScope(shield=True):
-                await self._whole.ended()
+        try:
+            if error is None:
+                await self._whole.settle(self._cancel)
+            elif not self._whole.done:
+                self._cancel()
+                with anyio.CancelScope(shield=True):
+                    await self._whole.ended()
+        finally:
+            self._use_up_gates()
         if isinstance(error, Exception) and self._whole.done and isinstance(self._whole.error, TransferError):
             raise self._whole.error from error
+
+    def _use_up_gates(self) -> None:
+        """A gate that failed with no work behind it fails a copy of nothing, not the work of another sequence."""
+        if self._error is not None:
+            for stream in self._gated:
+                with suppress(SwapError):  # closed, or full: then there is work behind the gate
+                    stream.gather((), Verify.NONE)
 
     def _cancel(self) -> None:
         self._driver.tell(events.CancelRestore(self._name))
 
     def _require_layer(self, layer: int) -> None:
+        if self._whole is None:
+            raise ProtocolError("a restore's layers were asked for before it began: enter it by `async with` first")
         if not 0 <= layer < self._driver.core.layout.num_layers:
             raise ProtocolError(
                 f"layer {layer} is not within the model's 0 to {self._driver.core.layout.num_layers - 1}"

@@ -78,7 +78,8 @@ class Stream(Protocol):
     name: str
 
     def wait(self, event: Event) -> None:
-        """Later work of this stream starts after `event`. If the event failed, so does the next work, without running.
+        """Later work of this stream starts after `event`. If the event failed, so does the next work, without running
+        (a `clone` runs all the same).
 
         Within a callable that this stream runs, the wait takes place there: the call returns when the event is
         reached, or raises `TransferError` if it failed.
@@ -101,7 +102,11 @@ class Stream(Protocol):
         """
 
     def clone(self, regions: Sequence[Region], source: torch.Tensor, target: torch.Tensor) -> Event:
-        """Copy pages `source` to pages `target` (int64 `[n]` each) in every region, on the device."""
+        """Copy pages `source` to pages `target` (int64 `[n]` each) in every region, on the device.
+
+        It waits in its order, but runs even if an event that the stream waits for has failed: a gate that fails is
+        meant for the work of one forward, and a clone is the pool's.
+        """
 
 
 class CopyEvent(Event, Protocol):

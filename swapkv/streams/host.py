@@ -63,8 +63,8 @@ class Operation:
 class HostStream:
     """A worker thread that does what it is given in order; see `Stream` and `ComputeStream`.
 
-    A failed `wait` fails the next operation that is given after it, and only that one: give operations that depend on
-    each other from one thread. Made by `HostDevice.create_stream`.
+    A failed `wait` fails the next operation that is given after it and is no clone, and only that one: give operations
+    that depend on each other from one thread. Made by `HostDevice.create_stream`.
     """
 
     def __init__(self, name: str, device: "HostDevice") -> None:
@@ -173,7 +173,9 @@ class HostStream:
                 self._failed_wait = error
 
     def _run(self, operation: Operation) -> None:
-        failed_wait, self._failed_wait = self._failed_wait, None
+        failed_wait = None
+        if operation.work is not Work.CLONE:
+            failed_wait, self._failed_wait = self._failed_wait, None
         what = f"{operation.work.value} on stream {self.name!r}"
         if failed_wait is not None:
             operation.event.error = chained(f"{what} was not run: an event that it waits for failed", failed_wait)
