@@ -22,6 +22,7 @@ class PagedMemory:
         self.regions: tuple[tuple[Region, ...], ...] = tuple(
             tuple(self._region(plane) for plane in planes) for planes in layout.planes
         )
+        _refuse_shared(self.regions)
 
     @classmethod
     def allocate(cls, layout: KVLayout, pages_per_group: Sequence[int], device: Device) -> "PagedMemory":
@@ -61,10 +62,28 @@ class PagedMemory:
                 "declare it as several planes whose pages are contiguous"
             )
         stride = tensor.stride(0) * tensor.element_size()
+        if tensor.shape[0] > 1 and stride < plane.page_bytes:
+            raise ProtocolError(
+                f"plane {plane.name!r} of layer {plane.layer}: tensor {tuple(tensor.shape)} with strides {tensor.stride()} "
+                f"puts a page every {stride} bytes, a page takes {plane.page_bytes}: its pages overlap, pass memory of "
+                "their own"
+            )
         storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         start = tensor.storage_offset() * tensor.element_size()
         pages = storage.as_strided((tensor.shape[0], plane.page_bytes), (stride, 1), start)
         return Region(layer=plane.layer, name=plane.name, pages=pages)
+
+
+def _refuse_shared(regions: Sequence[Sequence[Region]]) -> None:
+    """Raise `ProtocolError` if two planes begin at the same byte."""
+    named: dict[int, Region] = {}
+    for region in (region for planes in regions for region in planes if region.pages.numel()):
+        other = named.setdefault(region.pages.data_ptr(), region)
+        if other is not region:
+            raise ProtocolError(
+                f"plane {region.name!r} of layer {region.layer} is the memory of plane {other.name!r} of layer "
+                f"{other.layer}: pass a tensor of its own for each"
+            )
 
 
 def torch_dtype(plane: Plane) -> torch.dtype:
