@@ -258,7 +258,7 @@ async def test_pool_gated_forward_of_a_failing_restore_is_void() -> None:
                 raise OSError("link down")
 
         device.fault = fail_layer_1
-        with pytest.raises(TransferError, match="failed"):
+        with pytest.raises(TransferError, match="failed"):  # noqa: PT012
             async with pool.restoring("a") as coming, pool.forward({"a": 1}) as forward:
                 coming.gate(1, forward.stream)
                 entered.set()
@@ -375,11 +375,19 @@ async def test_pool_cancelled_preempt_and_resume_leave_things_as_before() -> Non
                     let_go.wait(10)
 
             device.fault = hold
+            scope = anyio.CancelScope()
+
+            async def cancelled(call: Callable[[str], object] = call, scope: anyio.CancelScope = scope) -> None:
+                with scope:
+                    await call("a")  # type: ignore[misc]
+
             async with anyio.create_task_group() as group:
-                group.start_soon(call, "a")
+                group.start_soon(cancelled)
                 await anyio.to_thread.run_sync(started.wait)
-                group.cancel_scope.cancel()
+                scope.cancel()
+                await anyio.wait_all_tasks_blocked()
                 let_go.set()
+            assert scope.cancelled_caught
             assert pool.state("a") is before
             device.fault = lambda operation: None
             await call("a")
