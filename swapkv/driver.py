@@ -71,13 +71,7 @@ class Driver:
     async def reached(self, event: Event) -> None:
         """Wait until work that was launched on a compute stream is over, well or badly."""
         waiter = self.waiters.add("event", id(event))
-
-        def reap() -> None:
-            with suppress(Exception):
-                event.wait()
-            self._bridge.post(waiter)
-
-        self._reapers[Lane.COMPUTE].watch(reap)
+        self._reapers[Lane.COMPUTE].watch(partial(self._reap, event, waiter))
         await waiter.wait()
         self.waiters.drop(waiter)
 
@@ -138,7 +132,7 @@ class Driver:
         """Do what the core has decided. What raises here leaves the core and the device apart for good."""
         work = self.executor.carry_out(command)
         if work is not None:
-            self._reapers[work.lane].watch(partial(self._reap, work))
+            self._reapers[work.lane].watch(partial(self._reap, work.event, work))
         elif type(command) in _NEWS:
             _NEWS[type(command)](self, command)
 
@@ -149,11 +143,11 @@ class Driver:
         self.stop(broken)
         return broken
 
-    def _reap(self, work: Work) -> None:
-        """On a reaper's thread: wait for the end of some work, then have the loop look at it, whatever it was."""
+    def _reap(self, event: Event, report: Report) -> None:
+        """On a reaper's thread: wait for the end of some work, then have the loop look at it, however it ended."""
         with suppress(Exception):
-            work.event.wait()
-        self._bridge.post(work)
+            event.wait()
+        self._bridge.post(report)
 
     def _granted(self, granted: commands.StepGranted) -> None:
         self.waiters.end("step", granted.step)
