@@ -52,7 +52,10 @@ def rank(victims: Iterable[Victim], *, out_ns_per_byte: float, in_ns_per_byte: f
 def choose(
     victims: Iterable[Victim], needed_bytes: int, *, out_ns_per_byte: float, in_ns_per_byte: float
 ) -> list[Victim]:
-    """Just enough victims, best first, to free `needed_bytes`; all of them when even that is too little."""
+    """Just enough victims, best first, to free `needed_bytes`; all of them when even that is too little.
+
+    None of them could be spared: those that a larger one after them makes superfluous are left out, the worst first.
+    """
     chosen: list[Victim] = []
     freed = 0
     for victim in rank(victims, out_ns_per_byte=out_ns_per_byte, in_ns_per_byte=in_ns_per_byte):
@@ -60,4 +63,8 @@ def choose(
             break
         chosen.append(victim)
         freed += victim.freed_bytes
+    for victim in reversed(chosen[:]):
+        if freed - victim.freed_bytes >= needed_bytes:
+            chosen.remove(victim)
+            freed -= victim.freed_bytes
     return chosen

@@ -28,6 +28,11 @@ def first_dirty_page(core: SwapCore, chunk: Chunk) -> int:
     return max(chunk.first_live, copy.tokens // core.layout.page_size)
 
 
+def dirty_pages(core: SwapCore, chunk: Chunk) -> int:
+    """Pages that a D2H copy has to move before the chunk can leave."""
+    return 0 if chunk.clean else core.layout.pages_for(chunk.tokens) - first_dirty_page(core, chunk)
+
+
 def _continues(core: SwapCore, chunk: Chunk) -> bool:
     """Whether the slot's checksums can be continued: they end where the whole pages of the copy end, without a gap."""
     copy = chunk.copy

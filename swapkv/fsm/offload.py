@@ -10,7 +10,7 @@ from swapkv.errors import HostTierFull, KVEvicted, ProtocolError
 from swapkv.fsm import copies, edit, events, restore, steps
 from swapkv.fsm.commands import Parked, ParkUndone, PreemptOutcome
 from swapkv.fsm.records import Chunk, Goal, Offload, Op, Sequence
-from swapkv.fsm.transitions import ChunkEvent, ChunkState
+from swapkv.fsm.transitions import SETTLED, ChunkEvent
 
 if TYPE_CHECKING:
     from swapkv.fsm.core import SwapCore
@@ -93,18 +93,15 @@ def settle(core: SwapCore, sequence: Sequence) -> None:
 
 def may_leave(core: SwapCore, chunk: Chunk, sequence: Sequence) -> bool:
     """Whether `chunk` is on the device and settled, and nobody but `sequence` needs it there."""
-    return chunk.state in _SETTLED and not core.wanted(chunk, apart_from=sequence)
+    return chunk.state in SETTLED and not core.wanted(chunk, apart_from=sequence)
 
 
 def let_leave(core: SwapCore, chunk: Chunk) -> None:
     """Take a settled chunk that nobody needs on the device off it, if its host copy is clean."""
-    if chunk.state in _SETTLED and chunk.clean and chunk.refs and not core.wanted(chunk):
+    if chunk.state in SETTLED and chunk.clean and chunk.refs and not core.wanted(chunk):
         core.move(chunk, ChunkEvent.OFFLOAD)
         core.move(chunk, ChunkEvent.COMMIT_OFFLOAD)
         core.give_back_pages(chunk)
-
-
-_SETTLED = frozenset({ChunkState.GPU_RESIDENT, ChunkState.GPU_READY})
 
 
 def _take_along(core: SwapCore, work: Offload, chunks: list[Chunk]) -> None:
@@ -113,8 +110,7 @@ def _take_along(core: SwapCore, work: Offload, chunks: list[Chunk]) -> None:
     for chunk in chunks:
         core.move(chunk, ChunkEvent.OFFLOAD)
         chunk.landed = 0
-        dirty_pages = core.layout.pages_for(chunk.tokens) - copies.first_dirty_page(core, chunk)
-        pages[chunk.id] = 0 if chunk.clean else dirty_pages
+        pages[chunk.id] = copies.dirty_pages(core, chunk)
         core.counters["clean_bytes_kept"] += (chunk.num_live - pages[chunk.id]) * core.layout.page_bytes(chunk.group)
     work.leaving.extend(chunks)
     dirty = [chunk for chunk in chunks if pages[chunk.id]]
@@ -166,7 +162,7 @@ def _spares(core: SwapCore, leaving: list[Chunk]) -> Iterator[Chunk]:
 
 def _reclaimable(core: SwapCore, chunk: Chunk) -> bool:
     """Whether the chunk's host copy is only a spare: its KV is on the device, and no copy or restore counts on it."""
-    if chunk.ops or chunk.state not in _SETTLED:
+    if chunk.ops or chunk.state not in SETTLED:
         return False
     return all(core.sequences[name].goal is not Goal.RESTORING for name in chunk.refs)
 

@@ -3,10 +3,11 @@
 from enum import Enum
 
 from swapkv.budget.victims import Victim
+from swapkv.fsm.copies import dirty_pages
 from swapkv.fsm.core import SwapCore
 from swapkv.fsm.offload import may_leave
 from swapkv.fsm.records import Goal, Sequence
-from swapkv.fsm.transitions import ChunkState
+from swapkv.fsm.transitions import SETTLED, ChunkState
 from swapkv.ids import GroupId, SeqId
 
 FAIRNESS_NS_PER_PREEMPTION = 1_000_000.0
@@ -51,8 +52,7 @@ def preempt_moves_bytes(core: SwapCore, name: SeqId) -> bool:
 
 def restore_moves_bytes(core: SwapCore, name: SeqId) -> bool:
     """Whether restoring the sequence would have to copy anything or wait for a copy."""
-    settled = (ChunkState.GPU_RESIDENT, ChunkState.GPU_READY)
-    return any(chunk.state not in settled for chunk in core.sequence(name).live_chunks())
+    return any(chunk.state not in SETTLED for chunk in core.sequence(name).live_chunks())
 
 
 def in_transit(core: SwapCore, name: SeqId) -> bool:
@@ -62,9 +62,13 @@ def in_transit(core: SwapCore, name: SeqId) -> bool:
 
 
 def victims(core: SwapCore) -> list[Victim]:
-    """What preempting each sequence would free and cost: all that are on the device and in no forward."""
-    candidates = (s for s in core.sequences.values() if s.goal is Goal.ACTIVE and s.step is None and not s.finishing)
-    return [_victim(core, sequence) for sequence in candidates]
+    """What preempting each sequence would free and cost: all that are on the device and in no forward.
+
+    A parked one is among them if it has pages there: chunks that it shared, whose last user on the device has gone
+    before they had a copy. Preempting it again takes them off.
+    """
+    candidates = [_victim(core, s) for s in core.sequences.values() if _may_be_preempted(s)]
+    return [v for v in candidates if v.freed_bytes or core.sequences[v.sequence].goal is Goal.ACTIVE]
 
 
 def pages_missing(core: SwapCore, group: GroupId) -> int:
@@ -74,20 +78,17 @@ def pages_missing(core: SwapCore, group: GroupId) -> int:
     return max(0, missing_pages(core, group) - core.ledger.available(group))
 
 
+def _may_be_preempted(sequence: Sequence) -> bool:
+    return sequence.goal in (Goal.ACTIVE, Goal.PARKED) and sequence.step is None and not sequence.finishing
+
+
 def _victim(core: SwapCore, sequence: Sequence) -> Victim:
-    freed = dirty = restore = shared = 0
-    for chunk in sequence.live_chunks():
-        num_bytes = chunk.num_live * core.layout.page_bytes(chunk.group)
-        if may_leave(core, chunk, sequence):
-            freed += num_bytes
-            restore += num_bytes
-            dirty += 0 if chunk.clean else num_bytes
-        else:
-            shared += num_bytes
+    leaving = [chunk for chunk in sequence.live_chunks() if may_leave(core, chunk, sequence)]
+    freed = sum(chunk.num_live * core.layout.page_bytes(chunk.group) for chunk in leaving)
     return Victim(
         sequence=sequence.id,
         freed_bytes=freed,
-        dirty_bytes=dirty,
-        restore_bytes=restore,
+        dirty_bytes=sum(dirty_pages(core, chunk) * core.layout.page_bytes(chunk.group) for chunk in leaving),
+        restore_bytes=freed,
         fairness_ns=FAIRNESS_NS_PER_PREEMPTION * sequence.preemptions,
     )

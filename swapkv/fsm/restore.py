@@ -12,7 +12,7 @@ from swapkv.errors import KVEvicted, ProtocolError
 from swapkv.fsm import copies, edit, events, offload, steps
 from swapkv.fsm.commands import LayerReady, LayersLost, PagesReady, Restored, RestoreUndone
 from swapkv.fsm.records import Chunk, Goal, Op, Restore, Segment, Sequence
-from swapkv.fsm.transitions import ChunkEvent, ChunkState
+from swapkv.fsm.transitions import SETTLED, ChunkEvent, ChunkState
 from swapkv.ids import GroupId, Lane, LayerId, SeqId
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _refuse_if_busy(sequence: Sequence) -> None:
 
 def _count_missing(core: SwapCore, work: Restore, chunk: Chunk) -> None:
     """What the restore still needs of `chunk`."""
-    if chunk.state in (ChunkState.GPU_RESIDENT, ChunkState.GPU_READY) and not chunk.aborting:
+    if chunk.state in SETTLED and not chunk.aborting:
         return
     work.chunks.append(chunk)
     under_way = chunk.state is ChunkState.PREFETCHING and not chunk.aborting

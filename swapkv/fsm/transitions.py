@@ -157,6 +157,9 @@ TABLE: dict[ChunkState, dict[ChunkEvent, Entry]] = {
 ON_DEVICE = frozenset({S.GPU_RESIDENT, S.OFFLOADING, S.PREFETCHING, S.GPU_READY})
 """States in which a chunk owns device pages."""
 
+SETTLED = frozenset({S.GPU_RESIDENT, S.GPU_READY})
+"""States in which a chunk is on the device and no copy touches it."""
+
 
 def step(state: ChunkState, event: ChunkEvent) -> ChunkState:
     """The state after `event`. Raises `IllegalTransition` where the table refuses it."""
