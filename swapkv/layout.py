@@ -250,8 +250,8 @@ class KVLayout:
         window = self.groups[group].window
         if window is None:
             return self.pages_for(tokens)
-        spread = self.pages_for(window + self.truncate_slack + step_tokens) + 1
-        return min(self.pages_for(tokens), spread)
+        straddling = window + self.truncate_slack + step_tokens + self.page_size - 1
+        return min(self.pages_for(tokens), self.pages_for(straddling))
 
 
 def _groups_by_window(num_layers: int, windows: Sequence[int | None] | None) -> tuple[LayerGroup, ...]:
