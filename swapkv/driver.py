@@ -72,8 +72,10 @@ class Driver:
         """Wait until work that was launched on a compute stream is over, well or badly."""
         waiter = self.waiters.add("event", id(event))
         self._reapers[Lane.COMPUTE].watch(partial(self._reap, event, waiter))
-        await waiter.wait()
-        self.waiters.drop(waiter)
+        try:
+            await waiter.wait()
+        finally:
+            self.waiters.drop(waiter)
 
     def stop(self, end: SwapError) -> None:
         """Serve no more: every call that waits, and every later one, raises `end`."""
