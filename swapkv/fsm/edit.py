@@ -9,7 +9,7 @@ from swapkv.errors import KVEvicted, ProtocolError
 from swapkv.fsm import events, offload, restore, steps
 from swapkv.fsm.commands import Gone
 from swapkv.fsm.records import NO_PAGE, Chunk, Goal, PageTable, Sequence, no_pages
-from swapkv.fsm.transitions import ChunkEvent, ChunkState
+from swapkv.fsm.transitions import SETTLED, ChunkEvent
 from swapkv.ids import GroupId, SeqId
 
 if TYPE_CHECKING:
@@ -142,6 +142,32 @@ def shorten(core: SwapCore, chunk: Chunk, tokens: int) -> None:
         chunk.held = pages
 
 
+def tidy(core: SwapCore, sequence: Sequence) -> None:
+    """Let go of pages that a sequence at rest on the device will not use again.
+
+    That is what a shared chunk kept for the others that are gone: pages behind the window, and beyond the last token.
+    """
+    if sequence.goal is not Goal.ACTIVE or sequence.step is not None:
+        return
+    trim_window(core, sequence)
+    for group in core.groups():
+        tail = open_tail(core, sequence, group)
+        if tail is not None and len(tail.refs) == 1:
+            shorten(core, tail, tokens_in(core, sequence, tail))
+
+
+def open_tail(core: SwapCore, sequence: Sequence, group: GroupId) -> Chunk | None:
+    """The chunk that the next token goes into, if it has been begun."""
+    if sequence.tokens % core.layout.chunk_tokens == 0:
+        return None
+    return sequence.chunks[group][sequence.tokens // core.layout.chunk_tokens]
+
+
+def tokens_in(core: SwapCore, sequence: Sequence, chunk: Chunk) -> int:
+    """How many of the sequence's tokens lie in `chunk`."""
+    return max(0, min(core.layout.chunk_tokens, sequence.tokens - chunk.index * core.layout.chunk_tokens))
+
+
 def trim_window(core: SwapCore, sequence: Sequence) -> None:
     """Let go of pages that no later token will read."""
     for group in core.groups():
@@ -224,7 +250,7 @@ def _trim(core: SwapCore, sequence: Sequence, group: GroupId, first_page: int) -
     index = sequence.behind[group]
     chunk = chunks[index] if index < len(chunks) else None
     keep = first_page - index * chunk_pages
-    if chunk is None or keep <= chunk.first_live or len(chunk.refs) > 1 or chunk.state is not ChunkState.GPU_RESIDENT:
+    if chunk is None or keep <= chunk.first_live or len(chunk.refs) > 1 or chunk.state not in SETTLED:
         return
     core.ledger.release(group, chunk.pages[chunk.first_live : keep].copy())
     chunk.pages[chunk.first_live : keep] = NO_PAGE

@@ -11,7 +11,7 @@ from swapkv.fsm.commands import ClonePages, RecordFence, StepGranted, StepRefuse
 from swapkv.fsm.ledger import latest
 from swapkv.fsm.records import Chunk, Goal, Sequence, Step
 from swapkv.fsm.transitions import ChunkEvent, ChunkState
-from swapkv.ids import Fence, GroupId, Lane, PhysicalPages, StepId
+from swapkv.ids import ChunkId, Fence, GroupId, Lane, PhysicalPages, StepId
 
 if TYPE_CHECKING:
     from swapkv.fsm.core import SwapCore
@@ -27,6 +27,7 @@ def begin(core: SwapCore, event: events.BeginStep) -> None:
     for sequence in sequences:
         _refuse_if_busy(core, sequence, event.appends[sequence.id])
     step = Step(id=event.step, appends=dict(event.appends), arrived_ns=core.now_ns)
+    _tidy(core, step)
     lack = _lack(core, step)
     if lack and not _may_come(core, lack):
         raise _exhausted(core, step, lack)
@@ -79,6 +80,7 @@ def grant(core: SwapCore) -> None:
     """Grant waiting forwards in their order; refuse the first one if its pages will not come."""
     while core.waiting_steps:
         step = core.waiting_steps[0]
+        _tidy(core, step)
         lack = _lack(core, step)
         if not lack:
             core.waiting_steps.popleft()
@@ -121,41 +123,45 @@ def _refuse_if_busy(core: SwapCore, sequence: Sequence, count: int) -> None:
         )
 
 
-def _needed(core: SwapCore, sequence: Sequence, count: int, group: GroupId) -> int:
-    """New pages of `group` that `count` more tokens take, a private copy of a shared tail included."""
+def _needed(core: SwapCore, step: Step, group: GroupId) -> int:
+    """New pages of `group` that `step` takes, private copies of shared tails included.
+
+    Of the sequences that share a tail, the last one to part with it needs no copy.
+    """
     layout = core.layout
-    if count == 0:
-        return 0
-    more = layout.pages_for(sequence.tokens + count) - layout.pages_for(sequence.tokens)
-    tail = _open_tail(core, sequence, group)
-    if tail is not None and len(tail.refs) > 1:
-        more += layout.pages_for(_tokens_in(core, sequence, tail)) - tail.first_live
-    return more
-
-
-def _open_tail(core: SwapCore, sequence: Sequence, group: GroupId) -> Chunk | None:
-    """The chunk that the next token goes into, if it has been begun."""
-    if sequence.tokens % core.layout.chunk_tokens == 0:
-        return None
-    return sequence.chunks[group][sequence.tokens // core.layout.chunk_tokens]
+    needed = 0
+    sharers: dict[ChunkId, int] = {}
+    for name, count in step.appends.items():
+        if count == 0:
+            continue
+        sequence = core.sequences[name]
+        needed += layout.pages_for(sequence.tokens + count) - layout.pages_for(sequence.tokens)
+        tail = edit.open_tail(core, sequence, group)
+        if tail is not None:
+            left = sharers.setdefault(tail.id, len(tail.refs))
+            if left > 1:
+                needed += layout.pages_for(edit.tokens_in(core, sequence, tail)) - tail.first_live
+            sharers[tail.id] = left - 1
+    return needed
 
 
 def _owns_tail(core: SwapCore, sequence: Sequence) -> bool:
     """Whether appending needs no copy of a shared tail."""
-    tails = [_open_tail(core, sequence, group) for group in core.groups()]
-    return all(t is None or (len(t.refs) == 1 and t.tokens == _tokens_in(core, sequence, t)) for t in tails)
+    tails = [edit.open_tail(core, sequence, group) for group in core.groups()]
+    return all(t is None or (len(t.refs) == 1 and t.tokens == edit.tokens_in(core, sequence, t)) for t in tails)
 
 
-def _tokens_in(core: SwapCore, sequence: Sequence, chunk: Chunk) -> int:
-    """How many of the sequence's tokens lie in `chunk`."""
-    return max(0, min(core.layout.chunk_tokens, sequence.tokens - chunk.index * core.layout.chunk_tokens))
+def _tidy(core: SwapCore, step: Step) -> None:
+    """Before more pages are asked for, those go that are not needed any more."""
+    for name in step.appends:
+        edit.tidy(core, core.sequences[name])
 
 
 def _lack(core: SwapCore, step: Step) -> dict[GroupId, int]:
     """Pages by group that are missing for `step`; empty: it can be granted."""
     lack = {}
     for group in core.groups():
-        needed = sum(_needed(core, core.sequences[n], count, group) for n, count in step.appends.items())
+        needed = _needed(core, step, group)
         if needed > core.ledger.available(group):
             lack[group] = needed - core.ledger.available(group)
     return lack
@@ -174,10 +180,11 @@ def _revoke_one(core: SwapCore, lack: dict[GroupId, int]) -> bool:
     """Take back the pages of the partial restore that is last in the queue, unless enough are on their way."""
     if all(missing <= core.coming(group) for group, missing in lack.items()):
         return False
-    partial = restore.partial(core)
-    if partial:
-        restore.revoke(core, partial[0])
-    return bool(partial)
+    for sequence in restore.partial(core):
+        if any(chunk.group in lack for chunk in restore.held_chunks(core, sequence)):
+            restore.revoke(core, sequence)
+            return True
+    return False
 
 
 def _exhausted(core: SwapCore, step: Step, lack: dict[GroupId, int]) -> PagesExhausted:
@@ -224,7 +231,7 @@ def _grow(core: SwapCore, sequence: Sequence, count: int, group: GroupId) -> tup
     if count == 0:
         return ()
     layout, chunks = core.layout, sequence.chunks[group]
-    tail = _open_tail(core, sequence, group)
+    tail = edit.open_tail(core, sequence, group)
     after: Iterable[Fence] = () if tail is None else _make_writable(core, sequence, tail)
     total = layout.pages_for(sequence.tokens + count)
     position = layout.pages_for(sequence.tokens)
@@ -250,7 +257,7 @@ def _make_writable(core: SwapCore, sequence: Sequence, tail: Chunk) -> tuple[Fen
 
     The answer is what a writer of it waits for; while it is being restored, the gates of its layers say that.
     """
-    tokens = _tokens_in(core, sequence, tail)
+    tokens = edit.tokens_in(core, sequence, tail)
     if len(tail.refs) == 1:
         edit.shorten(core, tail, tokens)
         if sequence.restore is not None:
@@ -311,7 +318,7 @@ def _commit(core: SwapCore, sequence: Sequence, count: int, fence: Fence) -> Non
         for chunk in sequence.chunks[group][first_chunk:]:
             assert chunk is not None
             core.move(chunk, ChunkEvent.APPEND)
-            chunk.tokens = _tokens_in(core, sequence, chunk)
+            chunk.tokens = edit.tokens_in(core, sequence, chunk)
 
 
 def _after(core: SwapCore, step: Step) -> None:
