@@ -85,8 +85,8 @@ class ScriptedRank:
     def ack(self, number: int, outcome: Outcome = Outcome.DONE, checksums: tuple[int, ...] = (), why: str = "") -> None:
         self.say(Ack(number, outcome, checksums, why))
 
-    def hear(self, kind: type[M]) -> M:
-        """The next message of this kind; others are passed over."""
+    def hear(self, kind: type[M] | tuple[type[M], ...]) -> M:
+        """The next message of this kind, or of one of these; others are passed over."""
         while True:
             while self._heard:
                 message = self._heard.pop(0)
@@ -102,6 +102,11 @@ class ObedientDevice(HostDevice):
         super().__init__(name=name)
         self.failing: list[Work] = []
         self.held: dict[Work, threading.Event] = {}
+        self.pinned = torch.empty(0, dtype=torch.uint8)
+
+    def allocate_pinned(self, num_bytes: int) -> torch.Tensor:
+        self.pinned = super().allocate_pinned(num_bytes)
+        return self.pinned
 
     def execute(self, operation: Operation) -> None:
         if operation.work in self.held:
@@ -151,6 +156,10 @@ class WorkerScript:
 
     def let_go(self, forward: WorkerForward) -> None:
         self._device.let_go()
+
+    def damage(self, forward: WorkerForward, offset: int) -> None:
+        """Flip the bits of a byte of the host tier; a second time flips them back."""
+        self._device.pinned[offset] ^= 0xFF
 
     def refuse(self, forward: WorkerForward) -> None:
         raise ValueError("not today")
