@@ -168,6 +168,26 @@ def tokens_in(core: SwapCore, sequence: Sequence, chunk: Chunk) -> int:
     return max(0, min(core.layout.chunk_tokens, sequence.tokens - chunk.index * core.layout.chunk_tokens))
 
 
+def costs_copy(core: SwapCore, chunk: Chunk, sequence: Sequence) -> bool:
+    """Whether the others that share `chunk` need it where it is, so that the sequence can only get a copy of it."""
+    return len(chunk.refs) > 1 and not (chunk.clean and offload.may_leave(core, chunk, sequence))
+
+
+def take_from(core: SwapCore, chunk: Chunk, sequence: Sequence) -> Chunk:
+    """Split a shared chunk: the sequence keeps the device pages, the others the host copy."""
+    own = core.new_chunk(chunk.group, chunk.index, sequence)
+    own.tokens, own.held, own.first_live = chunk.tokens, chunk.held, chunk.first_live
+    own.pages[:] = chunk.pages
+    core.ledger.hand_over(own.live_pages(), own.id)
+    core.move(chunk, ChunkEvent.OFFLOAD)
+    core.move(chunk, ChunkEvent.COMMIT_OFFLOAD)
+    chunk.pages[: chunk.held] = NO_PAGE
+    chunk.held = 0
+    del chunk.refs[sequence.id]
+    sequence.chunks[chunk.group][chunk.index] = own
+    return own
+
+
 def trim_window(core: SwapCore, sequence: Sequence) -> None:
     """Let go of pages that no later token will read."""
     for group in core.groups():

@@ -105,6 +105,11 @@ class PageLedger:
         else:
             self._put_free(group, pages)
 
+    def hand_over(self, pages: PhysicalPages, owner: ChunkId) -> None:
+        """Owned pages go to another owner as they are."""
+        assert (self._state[pages] == PageState.OWNED).all(), "a page without an owner was handed over"
+        self._owner[pages] = owner
+
     def mark_stuck(self, fence: Fence) -> None:
         """The work of `fence` hangs: pages that wait for it, or for what its lane was given later, are quarantined.
 

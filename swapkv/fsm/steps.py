@@ -139,7 +139,7 @@ def _needed(core: SwapCore, step: Step, group: GroupId) -> int:
         tail = edit.open_tail(core, sequence, group)
         if tail is not None:
             left = sharers.setdefault(tail.id, len(tail.refs))
-            if left > 1:
+            if left > 1 and edit.costs_copy(core, tail, sequence):
                 needed += layout.pages_for(edit.tokens_in(core, sequence, tail)) - tail.first_live
             sharers[tail.id] = left - 1
     return needed
@@ -253,12 +253,13 @@ def _grow(core: SwapCore, sequence: Sequence, count: int, group: GroupId) -> tup
 
 
 def _make_writable(core: SwapCore, sequence: Sequence, tail: Chunk) -> tuple[Fence, ...]:
-    """Make the begun chunk the sequence's own, as long as the sequence is: copied if shared, cut if it was longer.
+    """Make the begun chunk the sequence's own, as long as the sequence is: copied if others need it, cut if it was longer.
 
     The answer is what a writer of it waits for; while it is being restored, the gates of its layers say that.
     """
     tokens = edit.tokens_in(core, sequence, tail)
-    if len(tail.refs) == 1:
+    if not edit.costs_copy(core, tail, sequence):
+        tail = tail if len(tail.refs) == 1 else edit.take_from(core, tail, sequence)
         edit.shorten(core, tail, tokens)
         if sequence.restore is not None:
             return ()
