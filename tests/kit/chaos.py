@@ -15,7 +15,7 @@ from tests.kit.harness import Harness
 class Chaos:
     """One seed's worth of traffic. `failures`, `hangs`: probability that a copy fails or is rejected, or hangs.
 
-    `bias`: weights of actions, by name, other than the usual ones.
+    `bias`: weights of actions, by name, other than the usual ones. `max_chunks`: how long sequences get.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Chaos:
         failures: float = 0.1,
         hangs: float = 0.0,
         bias: Mapping[str, float] | None = None,
+        max_chunks: int = 3,
     ) -> None:
         self.rng = Random(seed)
         weights = {action: (bias or {}).get(action.__name__, weight) for action, weight in _TABLE.items()}
@@ -36,7 +37,7 @@ class Chaos:
         self.core = SwapCore(layout, pages, host_bytes, config)
         self.harness = Harness(self.core)
         self.harness.fate = lambda copy: self._fate(failures, hangs)
-        self.max_tokens = 3 * layout.chunk_tokens
+        self.max_tokens = max_chunks * layout.chunk_tokens
         self._names = 0
         self._steps = 0
 
@@ -52,13 +53,15 @@ class Chaos:
         choice(self)
 
     def everyone_runs(self) -> None:
-        """Nobody is stuck: with no more failures each sequence, the others parked, comes back and takes a token."""
+        """Nobody is stuck: with no more failures each sequence, the others parked, comes back and grows to its end."""
         self.harness.fate = lambda copy: "ok"
         self._come_to_rest()
         for name in [n for n, s in self.core.sequences.items() if s.goal is Goal.RESTORING]:
             assert self.harness.do(events.CancelRestore(name))
-        for name in [n for n, s in self.core.sequences.items() if s.goal is Goal.ACTIVE]:
-            self._put_away(name)
+        self._come_to_rest()
+        for name, sequence in self.core.sequences.items():
+            if sequence.goal is Goal.ACTIVE or any(chunk.on_device for chunk in sequence.live_chunks()):
+                self._put_away(name)
         for name, sequence in list(self.core.sequences.items()):
             if sequence.goal is Goal.EVICTED:
                 assert self.harness.do(events.Reset(name))
@@ -66,10 +69,11 @@ class Chaos:
                 assert self.harness.do(events.BeginRestore(name))
                 self._come_to_rest()
             assert sequence.goal is Goal.ACTIVE, f"{name} alone does not come back"
-            self._steps += 1
-            count = min(1, self.max_tokens - sequence.tokens)
-            assert self.harness.begin_step(StepId(self._steps), {name: count}), f"{name} alone cannot go on"
-            self.harness.end_step(StepId(self._steps))
+            while sequence.tokens < sequence.max_tokens:
+                self._steps += 1
+                count = min(sequence.step_tokens, sequence.max_tokens - sequence.tokens)
+                assert self.harness.begin_step(StepId(self._steps), {name: count}), f"{name} alone cannot go on"
+                self.harness.end_step(StepId(self._steps))
             self._put_away(name)
 
     def _put_away(self, name: SeqId) -> None:
@@ -137,10 +141,10 @@ class Chaos:
         names = [n for n, s in self.core.sequences.items() if s.goal in (Goal.ACTIVE, Goal.RESTORING)]
         chosen = self.rng.sample(names, min(len(names), self.rng.randint(1, 3)))
         chunk = self.core.layout.chunk_tokens
-        appends = {n: self.rng.choice([0, 1, 1, 1, 2, chunk // 2, chunk]) for n in chosen}
+        appends = {n: self.rng.choice([0, 1, 1, 1, 2, chunk // 2, chunk, self.max_tokens // 3]) for n in chosen}
         for name in chosen:
-            step_tokens = self.max_tokens - len(self.harness.tokens[name])
-            appends[name] = min(appends[name], step_tokens)
+            left = self.max_tokens - len(self.harness.tokens[name])
+            appends[name] = min(appends[name], self.core.sequences[name].step_tokens, left)
         if appends:
             self._steps += 1
             self.harness.begin_step(StepId(self._steps), appends)
