@@ -382,6 +382,28 @@ def test_worker_that_falls_silent_is_lost() -> None:
             play.pool.poll()
 
 
+def test_copy_that_one_rank_never_ends_is_quarantined_until_it_does() -> None:
+    with scripted(2, SwapConfig(copy_deadline_ns=1)) as play:
+        play.append("a", 20)
+        play.pool.preempt("a")
+        copies = play.copies()
+        news: list[Any] = []
+        while not news:
+            news += play.pool.poll()
+        (undone,) = news
+        assert isinstance(undone, commands.ParkUndone)
+        assert isinstance(undone.cause, DrainTimeout)
+        assert play.pool.statistics().counters["hung_copies"] == len(copies[1])
+        play.pool.finish("a")
+        assert play.pool.poll() == [commands.Gone("a")]  # type: ignore[arg-type]
+        assert all(pages.quarantined for pages in play.pool.statistics().pages)
+        for told in copies[1]:
+            play.ranks[1].ack(told.number)
+        play.settle()
+        play.pool.poll()
+        assert all(pages.free == PAGES for pages in play.pool.statistics().pages)
+
+
 def test_core_of_a_lost_rank_does_not_hear_of_an_end() -> None:
     """What the lost rank had to do may still be under way there: it has not ended, so its pages are nobody else's."""
     with scripted(3) as play:

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from swapkv.config import Verify
-from swapkv.errors import ProtocolError
+from swapkv.errors import ProtocolError, TransferError
 from swapkv.executor import Submitted
 from swapkv.fsm.commands import ClonePages, Copy
 from swapkv.layout import KVLayout
@@ -185,8 +185,8 @@ class _Over(RankEvent):
         self.acks = copy.acks
         self._link = copy._link
 
-    def _raise_failure(self, local: BaseException | None) -> None:
-        return
+    def _raise_failure(self, local: TransferError | None) -> None:
+        """It stands for order alone."""
 
 
 class _Reached:

@@ -188,7 +188,10 @@ class RankEvent:
         return self.local.query() and (self.all_acked() or self._link.released is not None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """See `Event.wait`. If the work failed on any rank, raises that (once it is over on all), naming the ranks."""
+        """See `Event.wait`. If the work failed on any rank, raises that (once it is over on all), naming the ranks.
+
+        Work of ranks that were given up never ends: raises what ended the link, which is no `TransferError`.
+        """
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         failure: TransferError | None = None
         try:
@@ -204,8 +207,9 @@ class RankEvent:
         return True
 
     def _raise_failure(self, local: TransferError | None) -> None:
-        if not self.all_acked():
-            raise TransferError(f"ranks were given up: {self._link.released}") from self._link.released
+        released = self._link.released
+        if not self.all_acked() and released is not None:
+            raise type(released)(str(released)) from released.__cause__
         failures = {} if local is None else {0: str(local)}
         failures |= {rank: ack.reason for rank, ack in sorted(self.acks.items()) if ack.outcome is not Outcome.DONE}
         if not failures:

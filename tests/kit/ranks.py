@@ -1,16 +1,22 @@
 """Ranks for tests: channels in memory, workers in threads or processes, and a worker that says what a test tells it to."""
 
+import itertools
 import json
+import multiprocessing
+import os
 import queue
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import attrs
 import torch
+import torch.distributed as dist
 
 from swapkv import Forward, KVLayout
-from swapkv.ranks import RankedPool, RankGroup, RankOptions, RankWorker, WorkerForward
+from swapkv.ranks import RankedPool, RankGroup, RankOptions, RankWorker, WorkerForward, gloo_ranks
 from swapkv.ranks.agreement import layout_fields
 from swapkv.ranks.messages import Ack, Alive, Hello, Message, Outcome
 from swapkv.ranks.wire import decode, encode
@@ -20,6 +26,7 @@ from tests.kit.writing import token_bytes
 M = TypeVar("M")
 
 LONG_S = 60.0
+LOOPBACK = "127.0.0.1"
 PATIENT = RankOptions(heartbeat_s=0.5, deadline_s=LONG_S, start_timeout_s=LONG_S)
 
 
@@ -147,6 +154,9 @@ class WorkerScript:
                     each_token(self._layout, forward.memory.plane, self._rank, layer, write=write, **part)
 
         forward.launch(work)
+
+    def nothing(self, forward: WorkerForward) -> None:
+        pass
 
     def fail(self, forward: WorkerForward, work: str) -> None:
         self._device.failing.append(Work(work))
@@ -296,3 +306,70 @@ def no_thread_left() -> Iterator[None]:
     yield
     left = [t.name for t in threading.enumerate() if t not in before and t.name.startswith("swapkv-")]
     assert not left, f"threads are left: {left}"
+
+
+class GlooPair:
+    """Two processes that meet over the loopback: this one leads, a child is rank 1. Rounds: a pool each.
+
+    The child takes the arguments of each round from the store, as JSON; None ends it.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._start()
+
+    def begin(self, options: RankOptions = PATIENT, **rest: int) -> RankGroup:
+        """Begin a round: the child makes a worker with the arguments `rest`. Returns this process's side."""
+        if not self._child.is_alive():
+            self._start()
+        self._tell({**rest, "options": attrs.asdict(options)})
+        return gloo_ranks(self._store, rank=0, size=2, hostname=LOOPBACK, options=options)
+
+    def strike(self, blow: signal.Signals) -> None:
+        """Send the child a signal."""
+        assert self._child.pid is not None
+        os.kill(self._child.pid, blow)
+        if blow is signal.SIGKILL:
+            self._child.join(LONG_S)
+
+    def ended(self) -> str:
+        """How the child's side of the last round ended: what it raised, or ""."""
+        return str(self._store.get(f"end {self._rounds}").decode())
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child.is_alive():
+            self._tell(None)
+        self._child.join(LONG_S)
+        assert not self._child.is_alive()
+
+    def _start(self) -> None:
+        self._rounds = 0
+        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        spawn = multiprocessing.get_context("spawn")
+        self._child = spawn.Process(target=serve_rounds, args=(self._store.port, self._layout), daemon=True)
+        self._child.start()
+
+    def _tell(self, arguments: dict[str, Any] | None) -> None:
+        self._rounds += 1
+        self._store.set(f"round {self._rounds}", json.dumps(arguments))
+
+
+def serve_rounds(port: int, layout: KVLayout) -> None:
+    """The child of a `GlooPair`."""
+    store = dist.TCPStore(LOOPBACK, port, is_master=False)
+    for number in itertools.count(1):
+        arguments: dict[str, Any] | None = json.loads(store.get(f"round {number}"))
+        if arguments is None:
+            return
+        options = RankOptions(**arguments.pop("options"))
+        ranks = gloo_ranks(store, rank=1, size=2, hostname=LOOPBACK, options=options)
+        device = ObedientDevice("host1")
+        script = WorkerScript(1, device, layout)
+        ended = ""
+        try:
+            with no_thread_left():
+                RankWorker(layout, ranks=ranks, device=device, forward=script, **arguments).run()
+        except (Exception, AssertionError) as error:
+            ended = f"{type(error).__name__}: {error}"
+        store.set(f"end {number}", ended)
