@@ -1,6 +1,8 @@
 """The Chrome trace obeys the trace-event format and holds every record once."""
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -195,3 +197,13 @@ def test_trace_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> No
         write_trace([*RECORDS, unwritable], path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_trace_into_a_pipe_is_written_and_the_pipe_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_text)
+        write_trace(RECORDS, pipe)
+        assert json.loads(read.result(timeout=30))["traceEvents"]
+    assert pipe.is_fifo()

@@ -34,6 +34,7 @@ WAITING = RequestRow(
     waiting_s=2.5,
 )
 SNAPSHOT = RunSnapshot(
+    title="2 requests on 1 GPU slots",
     elapsed_s=12.4,
     rows=(RUNNING, WAITING),
     pages_free=10,
@@ -105,10 +106,17 @@ def line_with(word: str, lines: list[str]) -> str:
 
 def test_view_shows_a_row_a_request() -> None:
     lines = shown(SNAPSHOT)
-    assert line_with("req-0", lines).split()[:4] == ["req-0", "GPU_RESIDENT", "█████", "5"]
-    assert line_with("req-0", lines).split()[-3:] == ["1,200/4,096", "-", "-"]
-    assert line_with("req-1", lines).split()[:4] == ["req-1", "OFFLOADING", "░░▼", "3"]
-    assert line_with("req-1", lines).split()[-4:] == ["700/700", "3", "2.5", "s"]
+    assert lines[0] == "2 requests on 1 GPU slots  12.4 s  1,900 of 4,796 tokens"
+    assert line_with("req-0", lines).split()[:2] == ["req-0", "GPU_RESIDENT"]
+    assert line_with("req-0", lines).split()[-5:] == ["1,200/4,096", "-", "-", "█████", "5"]
+    assert line_with("req-1", lines).split()[:2] == ["req-1", "OFFLOADING"]
+    assert line_with("req-1", lines).split()[-6:] == ["700/700", "3", "2.5", "s", "░░▼", "3"]
+
+
+def test_view_columns_stay_where_they_are_when_states_change() -> None:
+    later = attrs.evolve(WAITING, state="GPU_RESIDENT", waiting_s=0.0, chunks=("GPU_RESIDENT",) * 9)
+    pictures = [shown(attrs.evolve(SNAPSHOT, rows=(WAITING,))), shown(attrs.evolve(SNAPSHOT, rows=(later,)))]
+    assert pictures[0][1] == pictures[1][1]
 
 
 def test_view_shows_pages_links_bucket_and_host() -> None:
@@ -130,17 +138,17 @@ def test_view_without_limits_says_so_and_draws_no_bar() -> None:
 def test_view_scales_long_chunk_bars_down() -> None:
     chunks = ("GPU_READY",) * 50 + ("PREFETCHING",) * 50
     lines = shown(attrs.evolve(SNAPSHOT, rows=(attrs.evolve(RUNNING, chunks=chunks),)))
-    assert line_with("req-0", lines).split()[2:4] == ["▓" * 12 + "▲" * 12, "100"]
+    assert line_with("req-0", lines).split()[-2:] == ["▓" * 12 + "▲" * 12, "100"]
 
 
 def test_view_with_more_requests_than_lines_drops_finished_ones_first() -> None:
     rows = [attrs.evolve(RUNNING, name=f"r{i:02}", state="FINISHED" if i < 8 else "OFFLOADED") for i in range(20)]
-    lines = shown(attrs.evolve(SNAPSHOT, rows=tuple(rows)), width=90, height=25)
+    lines = shown(attrs.evolve(SNAPSHOT, rows=tuple(rows)), width=90, height=27)
     assert [line[:3] for line in lines if line.startswith("r") and line[1].isdigit()] == [
         f"r{i:02}" for i in range(8, 20)
     ]
     assert line_with("and", lines) == "and 8 more"
-    assert len(lines) <= 25
+    assert len(lines) <= 27 - 2
 
 
 @pytest.mark.parametrize("width", [1, 20, 80, 300])
@@ -204,6 +212,41 @@ def test_view_that_is_left_shows_the_last_snapshot(make: Callable[[], Console]) 
     assert "1 min 39 s" in written(console)
 
 
+def test_view_note_stands_below_the_picture_until_the_view_is_left() -> None:
+    console, clock = terminal(), Clock()
+    with LiveView(console, clock=clock) as view:
+        view.note("before the first picture")
+        view.update(SNAPSHOT)
+        view.update(attrs.evolve(SNAPSHOT, elapsed_s=13.0))
+        view.note("now [bold]this\nand that")
+        noted = written(console)
+        assert "  13.0 s" in noted
+    assert "before the first picture" in noted
+    assert "now [bold]this" in noted
+    assert "now" not in written(console)[len(noted) :]
+
+
+def test_view_note_longer_than_the_line_is_cut() -> None:
+    console = terminal(width=80)
+    with LiveView(console) as view:
+        view.note("x" * 100)
+    assert "x" * 79 + "…" in written(console)
+
+
+def test_view_on_a_pipe_writes_a_note_as_a_line() -> None:
+    console = pipe()
+    with LiveView(console, clock=Clock()) as view:
+        view.update(SNAPSHOT)
+        view.update(attrs.evolve(SNAPSHOT, elapsed_s=13.0))
+        view.note("on to the twin")
+    assert [line.split(":")[0] for line in written(console).splitlines()] == [
+        "swapkv 12.4 s",
+        "swapkv 13.0 s",
+        "swapkv",
+    ]
+    assert written(console).endswith("swapkv: on to the twin\n")
+
+
 def test_view_on_a_pipe_writes_a_plain_line_a_second() -> None:
     console, clock = pipe(), Clock()
     with LiveView(console, clock=clock) as view:
@@ -237,6 +280,7 @@ def test_view_whose_stream_fails_keeps_the_error_and_raises_nothing(*, force_ter
         view.update(SNAPSHOT)
         clock.now_s += 10
         view.update(SNAPSHOT)
+        view.note("still here")
     assert isinstance(view.failure, OSError)
     assert (sys.stdout, sys.stderr) == streams
 
@@ -258,7 +302,8 @@ def test_view_of_odd_figures_raises_nothing() -> None:
         host_bytes_total=0,
     )
     lines = shown(snapshot)
-    assert line_with("[bold]x", lines).split()[1:4] == ["NOVEL", "?", "1"]
+    assert line_with("[bold]x", lines).split()[1] == "NOVEL"
+    assert line_with("[bold]x", lines).split()[-2:] == ["?", "1"]
     assert line_with("link out", lines).split()[2] == "-"
     assert "1 NOVEL" in plain_line(snapshot)
 

@@ -24,7 +24,9 @@ class Watch:
         stats = pool.statistics()
         now_s = time.monotonic()
         out, into = self._rates(now_s, stats.out.bytes_copied, stats.into.bytes_copied)
+        scenario = self._workload.scenario
         return RunSnapshot(
+            title=f"{scenario.requests} requests on {scenario.gpu_slots} GPU slots",
             elapsed_s=now_s - self._begin_s,
             rows=tuple(_row(pool, request) for request in runner.requests),
             pages_free=sum(counts.free for counts in stats.pages),
@@ -33,7 +35,7 @@ class Watch:
             pages_quarantined=sum(counts.quarantined for counts in stats.pages),
             out_bytes_per_s=out,
             in_bytes_per_s=into,
-            link_bytes_per_s=self._workload.scenario.link_bytes_per_s,
+            link_bytes_per_s=scenario.link_bytes_per_s,
             restore_bucket_fill=stats.into.bucket_fill,
             host_bytes_used=stats.host_bytes_used,
             host_bytes_total=stats.host_bytes_total,

@@ -10,9 +10,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TextIO, TypeAlias
 
-import attrs
-
 from swapkv.observe.records import CopyRecord, Record, StateRecord, StepRecord, TransitionRecord
+from swapkv.observe.spans import state_spans, time_bounds
 
 Event: TypeAlias = dict[str, object]
 
@@ -29,16 +28,6 @@ class _Process(IntEnum):
 _LINK_NAMES = {"OUT": "OUT (D2H)", "IN": "IN (H2D)"}
 
 
-@attrs.frozen(kw_only=True)
-class StateSpan:
-    """How long a sequence stayed in a state. FINISHED is a moment: its span is empty."""
-
-    sequence: str
-    state: str
-    begin_ns: int
-    end_ns: int
-
-
 def write_trace(records: Iterable[Record], path: Path) -> None:
     """Writes the records as Chrome trace-event JSON; `path` appears, or is replaced, only once it is whole.
 
@@ -46,6 +35,10 @@ def write_trace(records: Iterable[Record], path: Path) -> None:
     lie on tracks of their own), "compute" (a slice a step), "chunks" (a track a chunk that ever moved).
     Times are µs since the earliest record, which `otherData.origin_ns` keeps. Raises `OSError` as the file system does.
     """
+    if path.exists() and not path.is_file():  # a pipe or device: it is written to, never replaced
+        with path.open("w", encoding="utf-8") as file:
+            _write_json(file, tuple(records))
+        return
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
@@ -53,38 +46,6 @@ def write_trace(records: Iterable[Record], path: Path) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def state_spans(records: Sequence[Record]) -> list[StateSpan]:
-    """The states of all sequences, by begin. One that has not finished keeps its last state until the last record."""
-    _, horizon_ns = time_bounds(records)
-    changes = sorted((r for r in records if isinstance(r, StateRecord)), key=lambda change: change.at_ns)
-    spans: list[StateSpan] = []
-    current: dict[str, StateRecord] = {}
-    for change in changes:
-        if (last := current.get(change.sequence)) is not None:
-            spans.append(_span(last, change.at_ns))
-        current[change.sequence] = change
-    spans.extend(_span(last, horizon_ns) for last in current.values())
-    return sorted(spans, key=lambda span: span.begin_ns)
-
-
-def _span(change: StateRecord, end_ns: int) -> StateSpan:
-    if change.state == "FINISHED":
-        end_ns = change.at_ns
-    return StateSpan(sequence=change.sequence, state=change.state, begin_ns=change.at_ns, end_ns=end_ns)
-
-
-def time_bounds(records: Iterable[Record]) -> tuple[int, int]:
-    """The first and the last nanosecond that any record names; `(0, 0)` when there are none."""
-    times = [t for record in records for t in _times(record)]
-    return (min(times), max(times)) if times else (0, 0)
-
-
-def _times(record: Record) -> tuple[int, ...]:
-    if isinstance(record, CopyRecord | StepRecord):
-        return record.begin_ns, record.end_ns
-    return (record.at_ns,)
 
 
 def _write_json(file: TextIO, records: Sequence[Record]) -> None:

@@ -23,7 +23,10 @@ PLAIN_INTERVAL_S: Final = 1.0
 DRAW_SHARE_MAX: Final = 0.05
 CHUNK_CELLS_MAX: Final = 24
 
-_OTHER_LINES_MAX: Final = 13
+_OTHER_LINES_MAX: Final = 15
+_STATE_CELLS: Final = max(map(len, STATE_COLORS))
+_AGE_CELLS: Final = 7
+_ON_DEVICE: Final = ("GPU_RESIDENT", "GPU_READY")
 _GLYPHS: Final = {
     "GPU_RESIDENT": ("█", "#"),
     "OFFLOADING": ("▼", "v"),
@@ -43,7 +46,7 @@ class _Terminal(Console):
 
 
 class LiveView:
-    """Shows the latest `RunSnapshot` while it is entered; the last one stays on the screen.
+    """Shows the latest `RunSnapshot` while it is entered, with a note below; the last one stays on the screen.
 
     On a terminal: a table, drawn at most every `REFRESH_INTERVAL_S`. Elsewhere: a line at most every
     `PLAIN_INTERVAL_S`. It draws in the caller's thread, and more seldom where that would take more than
@@ -56,7 +59,9 @@ class LiveView:
         self._clock = clock
         self._live: Live | None = None
         self._next_at_s = -math.inf
+        self._shown: RunSnapshot | None = None
         self._pending: RunSnapshot | None = None
+        self._note = ""
         self.failure: Exception | None = None
 
     def __enter__(self) -> Self:
@@ -70,6 +75,9 @@ class LiveView:
     ) -> None:
         if self._pending is not None:
             self._show(self._pending)
+        if self._note:
+            self._note = ""
+            self._guarded(self._redraw)
         if self._live is not None:
             self._guarded(self._live.stop)
 
@@ -80,20 +88,36 @@ class LiveView:
         else:
             self._pending = snapshot
 
+    def note(self, text: str) -> None:
+        """Says, at once, what goes on now; on a terminal it stays below the picture until the next note or the end."""
+        if self._pending is not None:
+            self._show(self._pending)
+        self._note = text
+        if self.failure is not None:
+            return
+        if self._live is None:
+            self._guarded(lambda: self._print_line(f"swapkv: {text}"))
+        else:
+            self._guarded(self._redraw)
+
     def _show(self, snapshot: RunSnapshot) -> None:
         self._pending = None
+        self._shown = snapshot
         if self.failure is not None:
             return
         begin_s = self._clock()
-        self._guarded(lambda: self._draw(snapshot))
+        self._guarded(self._redraw if self._live is not None else lambda: self._print_line(plain_line(snapshot)))
         interval_s = PLAIN_INTERVAL_S if self._live is None else REFRESH_INTERVAL_S
         self._next_at_s = begin_s + max(interval_s, (self._clock() - begin_s) / DRAW_SHARE_MAX)
 
-    def _draw(self, snapshot: RunSnapshot) -> None:
-        if self._live is None:
-            self._console.print(plain_line(snapshot), markup=False, highlight=False, soft_wrap=True)
-        else:
-            self._live.update(render(snapshot, self._console), refresh=True)
+    def _redraw(self) -> None:
+        if self._live is not None:
+            picture = Text() if self._shown is None else render(self._shown, self._console)
+            note = [Text(), Text(self._note, no_wrap=True, overflow="ellipsis")] if self._note else []
+            self._live.update(Group(picture, *note), refresh=True)
+
+    def _print_line(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -127,17 +151,17 @@ def render(snapshot: RunSnapshot, console: Console) -> RenderableType:
 
 def _requests(snapshot: RunSnapshot, console: Console) -> Table:
     wide = console.width >= 100
+    cells = CHUNK_CELLS_MAX if wide else CHUNK_CELLS_MAX // 2
     table = Table(
         "request",
-        "state",
-        "chunks",
+        Column("state", min_width=_STATE_CELLS),
         *(["progress"] if wide else []),
         Column("tokens", justify="right"),
         Column("preempted", justify="right"),
-        Column("waiting", justify="right"),
-        title=f"{len(snapshot.rows)} requests, {format_age(snapshot.elapsed_s)}",
+        Column("waiting", justify="right", min_width=_AGE_CELLS),
+        "chunks",
+        title=_title(snapshot),
         title_justify="left",
-        title_style="bold",
         header_style="dim",
         box=None,
         padding=(0, 2, 0, 0),
@@ -146,10 +170,16 @@ def _requests(snapshot: RunSnapshot, console: Console) -> Table:
         column.no_wrap = True
     shown = _shown(snapshot.rows, max(1, console.height - _OTHER_LINES_MAX))
     for row in shown:
-        table.add_row(*_request(row, console, CHUNK_CELLS_MAX if wide else CHUNK_CELLS_MAX // 2))
+        table.add_row(*_request(row, console, cells))
     if len(shown) < len(snapshot.rows):
         table.add_row(Text(f"and {len(snapshot.rows) - len(shown)} more", style="dim"))
     return table
+
+
+def _title(snapshot: RunSnapshot) -> Text:
+    tokens, target = sum(row.tokens for row in snapshot.rows), sum(row.target_tokens for row in snapshot.rows)
+    so_far = f"  {format_age(snapshot.elapsed_s)}  {tokens:,} of {target:,} tokens"
+    return Text.assemble((snapshot.title, "bold"), so_far)
 
 
 def _shown(rows: Sequence[RequestRow], limit: int) -> Sequence[RequestRow]:
@@ -162,14 +192,14 @@ def _shown(rows: Sequence[RequestRow], limit: int) -> Sequence[RequestRow]:
 
 def _request(row: RequestRow, console: Console, cells: int) -> Iterator[RenderableType]:
     quiet = "dim" if row.state == "FINISHED" else ""
-    yield Text(row.name, style=quiet, overflow="ellipsis")
+    yield Text(row.name, style="bold" if row.state in _ON_DEVICE else "dim", overflow="ellipsis")
     yield Text(row.state, style=state_color(row.state))
-    yield _chunk_bar(row.chunks, console, cells)
     if cells == CHUNK_CELLS_MAX:
         yield _bar(row.tokens, row.target_tokens, state_color(row.state), 12)
     yield Text(f"{row.tokens:,}/{row.target_tokens:,}", style=quiet)
     yield Text(f"{row.preemptions:,}" if row.preemptions else NO_FIGURE, style=quiet)
     yield Text(format_age(row.waiting_s) if row.waiting_s else NO_FIGURE, style=quiet)
+    yield _chunk_bar(row.chunks, console, cells)
 
 
 def _chunk_bar(chunks: Sequence[str], console: Console, cells: int) -> Text:
@@ -229,7 +259,10 @@ def _page_bar(snapshot: RunSnapshot, console: Console, width: int) -> Text:
 
 
 def _page_counts(snapshot: RunSnapshot) -> Text:
-    parts = [Text(f"{n:,} {place.lower()}", style=PAGE_COLORS[place]) for place, n in _pages(snapshot).items()]
+    parts = [
+        Text(f"{n:,} {place.lower()}", style=PAGE_COLORS[place] if n else "dim")
+        for place, n in _pages(snapshot).items()
+    ]
     return Text("  ").join(parts)
 
 

@@ -18,8 +18,9 @@ class RequestRow:
 
 @attrs.frozen(kw_only=True)
 class RunSnapshot:
-    """The whole run. Rates in bytes/s, averaged over the last second; a limit of None means unlimited."""
+    """The whole run, called `title`. Rates in bytes/s, averaged over the last second; a limit of None means unlimited."""
 
+    title: str
     elapsed_s: float
     rows: tuple[RequestRow, ...]
     pages_free: int

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swapkv.errors import ProtocolError
-from swapkv.observe.chrome import StateSpan, state_spans, time_bounds
 from swapkv.observe.colors import LINK_COLORS, STATE_COLORS, state_color
 from swapkv.observe.figures import format_bytes, format_rate
 from swapkv.observe.records import CopyRecord, Record, StepRecord
+from swapkv.observe.spans import StateSpan, state_spans, time_bounds
 
 try:
     import matplotlib
@@ -104,16 +104,22 @@ class _Geometry:
 def draw_timeline(records: Iterable[Record], path: Path, *, title: str) -> None:
     """Draws the run: requests as lanes, states as colours, steps underlined, and below the bytes/s of both links.
 
-    `path` ends in `.png` or `.svg`. Raises `ProtocolError` for another suffix, and when no request ever had a state.
+    Raises `ProtocolError` if no request ever had a state, and as `require_format` does.
     """
-    suffix = path.suffix.lower()
-    if suffix not in _METADATA:
-        remedy = f"name the file {path.stem}.png or {path.stem}.svg"
-        raise ProtocolError(f"a timeline is not written with the suffix {path.suffix!r}: {remedy}")
+    suffix = require_format(path)
     run = _read(tuple(records))
     with matplotlib.rc_context(_STYLE):
         figure = _draw(run, title)
         figure.savefig(path, format=suffix[1:], dpi=160, metadata=_METADATA[suffix])
+
+
+def require_format(path: Path) -> str:
+    """The suffix of `path`: `.png` or `.svg`. Raises `ProtocolError` for another one."""
+    suffix = path.suffix.lower()
+    if suffix not in _METADATA:
+        remedy = f"name the file {path.stem}.png or {path.stem}.svg"
+        raise ProtocolError(f"the timeline {path} is not written with the suffix {path.suffix!r}: {remedy}")
+    return suffix
 
 
 def _read(records: Sequence[Record]) -> _Run:
