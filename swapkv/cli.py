@@ -1,24 +1,29 @@
 """The command `swapkv`."""
 
+import io
 import json
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import attrs
 import click
 import torch
 from rich.console import Console
 
-from swapkv.demo.compare import compare, prove
-from swapkv.demo.decoder import Decoder
+from swapkv.demo.compare import prove, time_ways
 from swapkv.demo.report import Report
+from swapkv.demo.report_text import print_report
 from swapkv.demo.scenario import MEGABYTE, Scenario, Workload
 from swapkv.demo.tiny_llama import TinyLlama
 from swapkv.demo.watch import Watch
-from swapkv.errors import SwapError
+from swapkv.errors import ProtocolError, SwapError
 from swapkv.observe.chrome import write_trace
 from swapkv.observe.live import LiveView
 from swapkv.observe.recording import RecordingObserver
@@ -27,6 +32,7 @@ from swapkv.schedulers import VictimOrder
 
 MISMATCH_EXIT = 1
 BAD_INPUT_EXIT = 2
+NOISE = "its weights are random: the text is noise, but noise that depends on every byte of the KV"
 
 
 class DemoModel(Enum):
@@ -66,71 +72,112 @@ def main() -> None:
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on standard output, and nothing else there."
 )
-@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write a Chrome/Perfetto trace.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the timeline (.png or .svg).")
-@click.option("--compare/--no-compare", default=True, help="Also run the three other ways.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome/Perfetto trace to this file.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the timeline to this file (.png or .svg).")
+@click.option("--compare/--no-compare", default=True, help="Also time four ways to serve the requests.")
+@click.option("--repeats", default=2, help="How often each of them is timed.")
 def demo(model: str, as_json: bool, trace: Path | None, plot: Path | None, compare: bool, **options: Any) -> None:  # noqa: FBT001
     """Generate for more requests than fit the device, and prove that nothing was lost.
 
     Runs on the host device: real streams, events and copies over host memory, with a limited link. Then runs the same
-    requests with room for all and compares tokens and KV bytes; a mismatch exits with 1.
+    requests with room for all and compares tokens and KV bytes; a mismatch exits with 1, bad input with 2.
     """
     with _clear_errors():
-        draw = _drawer(plot)
-        options["victims"] = VictimOrder[options["victims"].upper()]
-        scenario = Scenario(**options)
+        scenario = Scenario(**options | {"victims": VictimOrder[options["victims"].upper()]})
+        outputs = [*_trace_output(trace), *_plot_output(plot, scenario)]
         torch.set_num_threads(1)
-        workload = Workload.of(scenario, _decoder(DemoModel(model), scenario))
+        workload = _workload(DemoModel(model), scenario)
         observer = RecordingObserver()
-        report = anyio.run(_run_demo, workload, observer, compare)
-        if trace is not None:
-            write_trace(observer.recorder, trace)
-        if draw is not None and plot is not None:
-            draw(observer.recorder, plot, scenario)
-    if as_json:
-        click.echo(json.dumps(report.as_json(), indent=2))
-    else:
-        report.print(Console())
+        with LiveView() as view:
+            report = anyio.run(_prove, workload, observer, view)
+            if compare:
+                timed = anyio.run(partial(time_ways, announce=view.note), workload)
+                report = attrs.evolve(report, timed=timed)
+        _print(report, json_only=as_json)
+        for write in outputs:
+            write(observer.recorder)
     sys.exit(0 if report.equal else MISMATCH_EXIT)
 
 
-async def _run_demo(workload: Workload, observer: RecordingObserver, with_comparison: bool) -> Report:  # noqa: FBT001
+async def _prove(workload: Workload, observer: RecordingObserver, view: LiveView) -> Report:
     watch = Watch(workload)
-    with LiveView() as view:
-        every = compare if with_comparison else prove
-        return await every(
-            workload, observer=observer, watcher=lambda pool, runner: view.update(watch.snapshot(pool, runner))
-        )
+    return await prove(
+        workload,
+        observer=observer,
+        watcher=lambda pool, runner: view.update(watch.snapshot(pool, runner)),
+        announce=view.note,
+    )
 
 
-def _decoder(model: DemoModel, scenario: Scenario) -> Decoder:
+def _print(report: Report, *, json_only: bool) -> None:
+    if json_only:
+        click.echo(json.dumps(report.as_json(), indent=2, allow_nan=False))
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    print_report(report, Console())
+
+
+def _workload(model: DemoModel, scenario: Scenario) -> Workload:
     page_size, chunk_tokens = scenario.page_size, scenario.chunk_tokens
     if model is DemoModel.TINY_LLAMA:
-        return TinyLlama(seed=scenario.seed, page_size=page_size, chunk_tokens=chunk_tokens)
+        decoder = TinyLlama(seed=scenario.seed, page_size=page_size, chunk_tokens=chunk_tokens)
+        return Workload(scenario=scenario, decoder=decoder, text_note=NOISE)
     from swapkv.demo.gemma import load_gemma
 
-    return load_gemma(page_size=page_size, chunk_tokens=chunk_tokens)
+    click.echo(f"swapkv: loading {model.value}; the first time, its weights are converted for a minute", err=True)
+    return Workload(scenario=scenario, decoder=load_gemma(page_size=page_size, chunk_tokens=chunk_tokens))
 
 
-def _drawer(plot: Path | None) -> Callable[[Recorder, Path, Scenario], None] | None:
-    """The function that draws, loaded before the run so that a missing extra is known at once."""
-    if plot is None:
-        return None
-    from swapkv.observe.timeline import draw_timeline
+def _trace_output(path: Path | None) -> Iterator[Callable[[Recorder], None]]:
+    """What writes the trace; a path that cannot be written is found out before the run."""
+    if path is None:
+        return
+    _require_writable("--trace", path)
 
-    def draw(recorder: Recorder, path: Path, scenario: Scenario) -> None:
-        title = f"{scenario.requests} requests on {scenario.gpu_slots} GPU slots"
-        draw_timeline(recorder, path, title=title)
+    def write(recorder: Recorder) -> None:
+        write_trace(recorder, path)
+        click.echo(f"swapkv: wrote {path}, to be opened in https://ui.perfetto.dev", err=True)
 
-    return draw
+    yield write
 
 
-class _clear_errors:  # noqa: N801
+def _plot_output(path: Path | None, scenario: Scenario) -> Iterator[Callable[[Recorder], None]]:
+    """What draws the timeline; its extra is loaded before the run, so that a missing one is known at once."""
+    if path is None:
+        return
+    from swapkv.observe.timeline import draw_timeline, require_format
+
+    require_format(path)
+    _require_writable("--plot", path)
+
+    def write(recorder: Recorder) -> None:
+        draw_timeline(recorder, path, title=f"{scenario.requests} requests on {scenario.gpu_slots} GPU slots")
+        click.echo(f"swapkv: wrote {path}", err=True)
+
+    yield write
+
+
+def _require_writable(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise ProtocolError(f"{option} {path} is a directory: name a file in it")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise ProtocolError(
+            f"{option} {path} cannot be written ({why}): name a file in a writable directory"
+        ) from error
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
     """Errors that the user can mend are printed as one line, without a traceback."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SwapError | ImportError):
-            click.echo(f"swapkv: {error}", err=True)
-            sys.exit(BAD_INPUT_EXIT)
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (SwapError, ImportError, OSError) as error:
+        click.echo(f"swapkv: {error}", err=True)
+        sys.exit(BAD_INPUT_EXIT)

@@ -1,36 +1,43 @@
-"""The whole demo: the run under test, its twin, and timed runs of four ways on the same machine."""
+"""The whole demo: the run under test, its twin, and every way against the clock."""
+
+from collections.abc import Callable
 
 from swapkv.demo.report import Report
 from swapkv.demo.run import RunResult, Watcher, run
 from swapkv.demo.scenario import Workload
+from swapkv.demo.ways import Way
 from swapkv.observer import Observer
-from swapkv.schedulers import Handover
+
+Announce = Callable[[str], None]
 
 
-async def compare(workload: Workload, *, observer: Observer | None = None, watcher: Watcher | None = None) -> Report:
-    """Run everything, one after the other. `observer` and `watcher` see the run under test."""
-    report = await prove(workload, observer=observer, watcher=watcher)
-    slots, requests = workload.scenario.gpu_slots, workload.scenario.requests
+async def prove(
+    workload: Workload,
+    *,
+    observer: Observer | None = None,
+    watcher: Watcher | None = None,
+    announce: Announce = lambda text: None,
+) -> Report:
+    """Run the scenario, seen by `observer` and `watcher`, then its twin: the same requests with room for all.
 
-    async def again(handover: Handover, count: int) -> RunResult:
-        return await run(workload, slots=slots, requests=count, handover=handover)
-
-    return Report(
-        workload=workload,
-        swapped=report.swapped,
-        twin=report.twin,
-        timed=await again(Handover.SWAP, requests),
-        ceiling=await again(Handover.SWAP, slots),
-        stopped=await again(Handover.STOP_THE_WORLD, requests),
-        recomputed=await again(Handover.RECOMPUTE, requests),
-    )
-
-
-async def prove(workload: Workload, *, observer: Observer | None = None, watcher: Watcher | None = None) -> Report:
-    """Run the scenario, then the same requests with room for all."""
+    `announce` is told of each run after the first, before it begins.
+    """
     scenario = workload.scenario
-    swapped = await run(
-        workload, slots=scenario.gpu_slots, requests=scenario.requests, observer=observer, watcher=watcher
-    )
-    twin = await run(workload, slots=scenario.requests, requests=scenario.requests)
+    slots, requests = scenario.gpu_slots, scenario.requests
+    swapped = await run(workload, slots=slots, requests=requests, observer=observer, watcher=watcher)
+    announce(f"the twin: the same {requests} requests with room for all, to compare tokens and KV bytes")
+    twin = await run(workload, slots=requests, requests=requests)
     return Report(workload=workload, swapped=swapped, twin=twin)
+
+
+async def time_ways(workload: Workload, *, announce: Announce = lambda text: None) -> dict[Way, list[RunResult]]:
+    """Run every way `Scenario.repeats` times, all alike: unobserved, and in turn, so that a slow spell hits them all."""
+    scenario = workload.scenario
+    results: dict[Way, list[RunResult]] = {way: [] for way in Way}
+    total = scenario.repeats * len(Way)
+    for number in range(total):
+        way = list(Way)[number % len(Way)]
+        announce(f"timed run {number + 1} of {total}, {way.value}: {way.what(scenario)}")
+        result = await run(workload, slots=scenario.gpu_slots, requests=way.requests(scenario), handover=way.handover)
+        results[way].append(result)
+    return results

@@ -1,57 +1,79 @@
-"""What the demo found, for people and for programs."""
+"""What the demo found, for programs. `report_text` is for people."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
 
 import attrs
-from rich.console import Console
-from rich.table import Table
 
 from swapkv.demo.run import RunResult
 from swapkv.demo.scenario import Workload
-from swapkv.observe.figures import format_bytes, format_duration
+from swapkv.demo.ways import Way
 
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """The run under test, its twin with room for all, and timed runs of the same machine (None: not run).
-
-    `timed`: the run under test once more, unobserved, as the three others are.
-    """
+    """The run under test, its twin with room for all, and the timed runs of every way (empty: not timed)."""
 
     workload: Workload
     swapped: RunResult
     twin: RunResult
-    timed: RunResult | None = None
-    ceiling: RunResult | None = None
-    stopped: RunResult | None = None
-    recomputed: RunResult | None = None
+    timed: Mapping[Way, Sequence[RunResult]] = attrs.field(factory=dict)
 
     @property
     def tokens_equal(self) -> bool:
-        return self.swapped.outputs == self.twin.outputs
+        """Whether every request got the tokens that it gets without swapping, in every run that swapped."""
+        return all(run.outputs == self.twin.outputs for run in self._swapping())
 
     @property
     def bytes_equal(self) -> bool:
-        """Whether every request ended with the KV, byte for byte, that it has without swapping."""
-        return self.swapped.kv_digests == self.twin.kv_digests
+        """Whether every request ended with the KV, byte for byte, that it has without swapping, in the same runs."""
+        return all(run.kv_digests == self.twin.kv_digests for run in self._swapping())
 
     @property
     def equal(self) -> bool:
         return self.tokens_equal and self.bytes_equal
 
+    def exact_requests(self, run: RunResult) -> int:
+        """How many requests of a run ended with the twin's tokens and KV bytes."""
+        return sum(not self.differences(run, name) for name in run.outputs)
+
+    def differences(self, run: RunResult, name: str) -> list[str]:
+        """What of one request differs from the twin."""
+        found = []
+        mine, other = run.outputs[name], self.twin.outputs[name]
+        if mine != other:
+            first = next((n for n, pair in enumerate(zip(mine, other, strict=False)) if pair[0] != pair[1]), len(other))
+            found.append(f"tokens differ from number {first} on")
+        if run.kv_digests[name] != self.twin.kv_digests[name]:
+            found.append("KV bytes differ")
+        return found
+
+    def tokens_per_s(self, way: Way) -> float | None:
+        """The median rate of a way; None: it was not timed."""
+        return median(run.tokens_per_s for run in self.timed[way]) if self.timed.get(way) else None
+
+    def share_of_ceiling(self, way: Way) -> float | None:
+        """The rate of a way as a share of the ceiling's."""
+        rate, ceiling = self.tokens_per_s(way), self.tokens_per_s(Way.CEILING)
+        return rate / ceiling if rate and ceiling else None
+
     def as_json(self) -> dict[str, object]:
-        """One object; `headline` holds the figures that the README quotes."""
-        scenario, stats = self.workload.scenario, self.swapped.statistics
+        """One object; `headline` holds the figures that the README quotes.
+
+        Without timed runs `tokens_per_s` is that of the run under test, which was recorded meanwhile.
+        """
+        scenario, stats, swapped = self.workload.scenario, self.swapped.statistics, self.swapped
         return {
             "headline": {
                 "tokens_equal": self.tokens_equal,
                 "bytes_equal": self.bytes_equal,
-                "recomputed_tokens": self.swapped.recomputed_tokens,
-                "preemptions": self.swapped.preemptions,
-                "tokens_per_s": (self.timed or self.swapped).tokens_per_s,
-                "ceiling_tokens_per_s": _rate(self.ceiling),
-                "stop_the_world_tokens_per_s": _rate(self.stopped),
-                "recompute_tokens_per_s": _rate(self.recomputed),
+                "recomputed_tokens": swapped.recomputed_tokens,
+                "preemptions": swapped.preemptions,
+                "tokens_per_s": self.tokens_per_s(Way.SWAPPING) or swapped.tokens_per_s,
+                "ceiling_tokens_per_s": self.tokens_per_s(Way.CEILING),
+                "stop_the_world_tokens_per_s": self.tokens_per_s(Way.STOP_THE_WORLD),
+                "recompute_tokens_per_s": self.tokens_per_s(Way.RECOMPUTING),
             },
             "model": self.workload.decoder.name,
             "scenario": attrs.asdict(scenario, value_serializer=lambda _i, _a, v: getattr(v, "value", v)),
@@ -59,66 +81,38 @@ class Report:
             "bytes_out": stats.out.bytes_copied,
             "bytes_in": stats.into.bytes_copied,
             "clean_bytes_kept": stats.counters.get("clean_bytes_kept", 0),
-            "restore_stall_p50_s": quantile(self.swapped.stalls_s, 0.5),
-            "restore_stall_p95_s": quantile(self.swapped.stalls_s, 0.95),
-            "wall_s": self.swapped.wall_s,
+            "restore_p50_s": quantile(swapped.restores_s, 0.5),
+            "restore_p95_s": quantile(swapped.restores_s, 0.95),
+            "wall_s": swapped.wall_s,
+            "idle_s": swapped.idle_s,
             "counters": dict(stats.counters),
+            "timed": {way.value: self._way_as_json(way) for way in self.timed},
             "requests": [
                 {"name": name, "tokens": len(tokens), "text": self.workload.decoder.decode(tokens)}
-                for name, tokens in self.swapped.outputs.items()
+                for name, tokens in swapped.outputs.items()
             ],
         }
 
-    def print(self, console: Console) -> None:
-        """The same for people."""
-        self._print_requests(console)
-        if self.timed is not None:
-            self._print_rates(console)
-        stats, swapped = self.swapped.statistics, self.swapped
-        stalls = [format_duration(quantile(swapped.stalls_s, q)) for q in (0.5, 0.95)]
-        console.print(
-            f"{swapped.preemptions} preemptions moved {format_bytes(stats.out.bytes_copied)} out and "
-            f"{format_bytes(stats.into.bytes_copied)} in; {format_bytes(stats.counters.get('clean_bytes_kept', 0))} were "
-            f"clean and stayed. A restore took {stalls[0]} (median), {stalls[1]} (95th percentile). "
-            f"{swapped.recomputed_tokens} tokens were recomputed."
-        )
-        verdict = {True: "[green]equal[/green]", False: "[bold red]DIFFERENT[/bold red]"}
-        console.print(
-            f"Against the same requests with room for all: tokens {verdict[self.tokens_equal]}, "
-            f"KV bytes {verdict[self.bytes_equal]}."
-        )
+    def _way_as_json(self, way: Way) -> dict[str, object]:
+        runs = self.timed[way]
+        return {
+            "what": way.what(self.workload.scenario),
+            "share_of_ceiling": self.share_of_ceiling(way),
+            "tokens_per_s": [run.tokens_per_s for run in runs],
+            "wall_s": [run.wall_s for run in runs],
+            "idle_s": [run.idle_s for run in runs],
+            "recomputed_tokens": [run.recomputed_tokens for run in runs],
+            "exact_requests": [self.exact_requests(run) for run in runs],
+            "requests": way.requests(self.workload.scenario),
+        }
 
-    def _print_requests(self, console: Console) -> None:
-        table = Table("request", "text", title=f"{self.workload.decoder.name}, greedy", title_justify="left")
-        for prompt, (name, tokens) in zip(self.workload.scenario.prompts(), self.swapped.outputs.items(), strict=False):
-            text = self.workload.decoder.decode(tokens).replace("\n", " ")
-            table.add_row(name, f"[dim]{_escape(prompt)}[/dim]{_escape(text[:90])}")
-        console.print(table)
-
-    def _print_rates(self, console: Console) -> None:
-        scenario = self.workload.scenario
-        table = Table("", "tokens/s", "seconds", title="the same machine, one after the other", title_justify="left")
-        rows = (
-            (f"{scenario.requests} on {scenario.gpu_slots} slots, swapping", self.timed),
-            (f"{scenario.gpu_slots} on {scenario.gpu_slots} slots, never swapping", self.ceiling),
-            (f"{scenario.requests} on {scenario.gpu_slots}, everything stops for a swap", self.stopped),
-            (f"{scenario.requests} on {scenario.gpu_slots}, KV dropped and recomputed", self.recomputed),
-        )
-        for label, result in rows:
-            if result is not None:
-                table.add_row(label, f"{result.tokens_per_s:.0f}", f"{result.wall_s:.1f}")
-        console.print(table)
+    def _swapping(self) -> list[RunResult]:
+        """The runs that must not differ from the twin."""
+        timed = (self.timed.get(way, ()) for way in (Way.SWAPPING, Way.STOP_THE_WORLD))
+        return [self.swapped, *(run for runs in timed for run in runs)]
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank quantile; 0 for no values."""
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The nearest-rank quantile; None for no values."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
-def _rate(result: RunResult | None) -> float | None:
-    return None if result is None else result.tokens_per_s
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None

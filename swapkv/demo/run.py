@@ -11,11 +11,12 @@ import torch
 
 from swapkv.demo.decoder import Row
 from swapkv.demo.scenario import Workload
+from swapkv.forward import Forward
 from swapkv.ids import GroupId
 from swapkv.observer import Observer
 from swapkv.pool import Pool, open_pool
 from swapkv.schedulers import BatchRow, Handover, Request, Runner
-from swapkv.sessions import AsyncForward
+from swapkv.schedulers.tasks import plain_task_group
 from swapkv.statistics import PoolStatistics
 from swapkv.streams.host import HostDevice
 
@@ -25,14 +26,21 @@ WATCH_INTERVAL_S = 0.1
 
 @attrs.frozen(kw_only=True)
 class RunResult:
-    """What one run did. `outputs` and `kv_digests` (SHA-256 of the KV at a request's end) by request."""
+    """What one run did.
+
+    `outputs` and `kv_digests` (SHA-256 of the KV at a request's end) by request. `wall_s`: from the first request's
+    arrival to the last one's end, the digests included. `idle_s`: of that, how long nothing could run because all
+    waited for swaps. `restores_s`: how long each restore took, see `Request.restores_ns`.
+    """
 
     outputs: Mapping[str, Sequence[int]]
     kv_digests: Mapping[str, str]
     wall_s: float
+    idle_s: float
+    steps: int
     preemptions: int
     recomputed_tokens: int
-    stalls_s: Sequence[float]
+    restores_s: Sequence[float]
     statistics: PoolStatistics
 
     @property
@@ -47,14 +55,16 @@ async def run(
     slots: int,
     requests: int,
     handover: Handover = Handover.SWAP,
+    device: HostDevice | None = None,
     observer: Observer | None = None,
     watcher: Watcher | None = None,
 ) -> RunResult:
     """Run the first `requests` requests on device pages for `slots` of them.
 
-    `watcher` is called ten times a second while it runs, and once at the end.
+    `device`: None for a host device with the scenario's link. `watcher` is called ten times a second while it runs, and
+    once at the end.
     """
-    device = HostDevice(link_bytes_per_s=workload.scenario.link_bytes_per_s)
+    device = HostDevice(link_bytes_per_s=workload.scenario.link_bytes_per_s) if device is None else device
     async with open_pool(
         workload.layout,
         num_pages=workload.pages(slots),
@@ -72,12 +82,12 @@ async def run(
             on_finish=partial(_digest, pool, digests),
         )
         begin_s = time.monotonic()
-        async with anyio.create_task_group() as group:
+        async with plain_task_group() as group:
             if watcher is not None:
                 group.start_soon(_watch, watcher, pool, runner)
             await runner.run(_requests(workload, requests))
+            wall_s = time.monotonic() - begin_s
             group.cancel_scope.cancel()
-        wall_s = time.monotonic() - begin_s
         if watcher is not None:
             watcher(pool, runner)
         return _result(pool, runner, digests, wall_s)
@@ -90,7 +100,7 @@ def _requests(workload: Workload, count: int) -> list[Request]:
     ]
 
 
-def _prepare(workload: Workload, pool: Pool, forward: AsyncForward, rows: Sequence[BatchRow]) -> Callable[[], list[int]]:
+def _prepare(workload: Workload, pool: Pool, forward: Forward, rows: Sequence[BatchRow]) -> Callable[[], list[int]]:
     """A step of the decoder over the pages of the rows."""
     step = [Row(tokens=row.tokens, start=row.start, page_tables=forward.page_tables(row.name)) for row in rows]
     return lambda: workload.decoder.forward(step, pool.memory)
@@ -132,8 +142,10 @@ def _result(pool: Pool, runner: Runner, digests: Mapping[str, str], wall_s: floa
         outputs={request.name: tuple(request.output) for request in runner.requests},
         kv_digests=digests,
         wall_s=wall_s,
+        idle_s=runner.idle_ns / 1e9,
+        steps=runner.steps,
         preemptions=sum(request.preemptions for request in runner.requests),
         recomputed_tokens=sum(request.recomputed_tokens for request in runner.requests),
-        stalls_s=tuple(stall / 1e9 for request in runner.requests for stall in request.stalls_ns),
+        restores_s=tuple(restore / 1e9 for request in runner.requests for restore in request.restores_ns),
         statistics=pool.statistics(),
     )

@@ -26,13 +26,16 @@ PROMPTS = (
 )
 MEGABYTE = 1_000_000
 CHUNK_TOKENS = 32
+LARGEST = 1e12
 
 
 def _at_least(minimum: float, remedy: str) -> Callable[[object, Any, float | None], None]:
+    """A validator; numbers that nothing else could hold are refused, too."""
+
     def check(instance: object, attribute: Any, value: float | None) -> None:
-        if value is not None and value < minimum:
+        if value is not None and not minimum <= value < LARGEST:
             option = "--" + attribute.name.replace("_", "-")
-            raise ProtocolError(f"{option} {value} must be at least {minimum:g}: {remedy}")
+            raise ProtocolError(f"{option} {value} must be a number from {minimum:g} to {LARGEST:g}: {remedy}")
 
     return check
 
@@ -42,7 +45,8 @@ class Scenario:
     """The demo's options. Rates in MB/s (a million bytes). Raises `ProtocolError` for nonsense.
 
     `slot_tokens`: tokens of KV that one GPU slot holds; None: what the longest request needs. `restore_mb_s`: None:
-    as much as the link carries. `host_slots`: None: as many as there are requests.
+    as much as the link carries. `host_slots`: None: as many as there are requests. `repeats`: how often each way is
+    timed.
     """
 
     gpu_slots: int = attrs.field(default=5, validator=_at_least(1, "without a slot nothing can run"))
@@ -58,13 +62,14 @@ class Scenario:
     )
     victims: VictimOrder = VictimOrder.LONGEST_SLICE
     prompt: str | None = None
-    seed: int = 0
+    seed: int = attrs.field(default=0, validator=_at_least(0, "any whole number will do"))
+    repeats: int = attrs.field(default=2, validator=_at_least(1, "to time nothing, say --no-compare"))
 
     def __attrs_post_init__(self) -> None:
         if self.gpu_slots > self.requests:
             raise ProtocolError(
-                f"--gpu-slots {self.gpu_slots} for --requests {self.requests} leaves nothing to swap: "
-                f"take fewer slots or more requests"
+                f"--gpu-slots {self.gpu_slots} are more than --requests {self.requests}: "
+                f"take at most {self.requests} slots, or more requests"
             )
 
     @property
@@ -90,23 +95,28 @@ class Scenario:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Workload:
-    """A scenario with a model: prompts as tokens, and sizes in pages and bytes."""
+    """A scenario with a model: prompts as tokens, and sizes in pages and bytes.
+
+    `text_note`: what a reader has to be told of the model's text; None: it is to be read.
+    Raises `ProtocolError` if a slot is too small for one of the requests.
+    """
 
     scenario: Scenario
     decoder: Decoder
-    prompts: Sequence[Sequence[int]]
+    text_note: str | None = None
+    prompts: Sequence[Sequence[int]] = attrs.field(init=False)
 
-    @classmethod
-    def of(cls, scenario: Scenario, decoder: Decoder) -> "Workload":
-        """Raises `ProtocolError` if a slot is too small for one of the requests."""
-        workload = cls(scenario=scenario, decoder=decoder, prompts=[decoder.encode(p) for p in scenario.prompts()])
-        if scenario.slot_tokens is not None and scenario.slot_tokens < workload.longest:
+    @prompts.default
+    def _encoded(self) -> Sequence[Sequence[int]]:
+        return [self.decoder.encode(prompt) for prompt in self.scenario.prompts()]
+
+    def __attrs_post_init__(self) -> None:
+        slot_tokens, new_tokens = self.scenario.slot_tokens, self.scenario.new_tokens
+        if slot_tokens is not None and slot_tokens < self.longest:
             raise ProtocolError(
-                f"--slot-tokens {scenario.slot_tokens} is too small for one request: the longest prompt has "
-                f"{max(map(len, workload.prompts))} tokens and {scenario.new_tokens} more are generated, which takes "
-                f"{workload.longest}"
+                f"--slot-tokens {slot_tokens} is too small: a prompt of {max(map(len, self.prompts))} tokens and "
+                f"{new_tokens} new ones take {self.longest}; give a slot as many, or lower --new-tokens"
             )
-        return workload
 
     @property
     def layout(self) -> KVLayout:

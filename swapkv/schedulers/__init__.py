@@ -1,12 +1,14 @@
-"""Reference schedulers and the engine loop that they drive."""
+"""Schedulers, and the reference engine loop that runs them. `base` is what a scheduler of your own needs."""
 
 from swapkv.schedulers.base import Phase, Plan, RequestView, Scheduler
+from swapkv.schedulers.request import Request
 from swapkv.schedulers.round_robin import RoundRobin, VictimOrder
-from swapkv.schedulers.runner import BatchRow, Handover, Request, Runner
+from swapkv.schedulers.runner import BatchRow, Handover, Model, Runner
 
 __all__ = [
     "BatchRow",
     "Handover",
+    "Model",
     "Phase",
     "Plan",
     "Request",

@@ -1,5 +1,6 @@
 """Round robin: everybody gets a slice of the device in turn."""
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 
@@ -19,10 +20,11 @@ class VictimOrder(Enum):
 
 @attrs.frozen(kw_only=True)
 class RoundRobin:
-    """At most `slots` requests on the device; who waits longest comes next.
+    """At most `slots` requests on the device; who waits longest comes next. Ties go to who is named first.
 
-    A request may be preempted once it has run `quantum_tokens` since it came, and never before `min_run_tokens`: what
-    was restored has to be worth it. `concurrent_swaps`: how many may be coming at a time.
+    While others wait, a request is preempted once it has run `quantum_tokens` since it came, and never before
+    `min_run_tokens`, however short the quantum: what was restored has to be worth it. `concurrent_swaps`: how many
+    exchanges of one request for another may be under way at a time; free slots are filled at once.
     Raises `ProtocolError` for values below 1.
     """
 
@@ -44,21 +46,28 @@ class RoundRobin:
 
     def plan(self, requests: Sequence[RequestView]) -> Plan:
         """See `Scheduler.plan`."""
-        here = [r for r in requests if r.phase in (Phase.RUNNING, Phase.COMING)]
-        waiting = sorted(
-            (r for r in requests if r.phase in (Phase.WAITING, Phase.OFF)), key=lambda r: (r.waiting_since_ns, r.name)
-        )
-        room = max(0, self.slots - len(here))
-        come, waiting = waiting[:room], waiting[room:]
-        moving = sum(r.phase in (Phase.COMING, Phase.LEAVING) for r in requests)
-        swaps = min(len(waiting), max(0, self.concurrent_swaps - moving))
-        leave = self._used_up(here)[:swaps]
-        come += waiting[: len(leave)]
-        return Plan(leave=tuple(r.name for r in leave), come=tuple(r.name for r in come))
+        count = Counter(request.phase for request in requests)
+        waiting = [r.name for r in sorted(requests, key=_waiting_since) if r.phase in (Phase.WAITING, Phase.OFF)]
+        room = max(0, self.slots - count[Phase.RUNNING] - count[Phase.COMING])
+        swaps = self.concurrent_swaps - max(count[Phase.COMING], count[Phase.LEAVING])
+        leave = self._used_up(requests)[: max(0, min(swaps, len(waiting) - room))]
+        return Plan(leave=tuple(leave), come=tuple(waiting[: room + len(leave)]))
 
-    def _used_up(self, here: Sequence[RequestView]) -> list[RequestView]:
+    def _used_up(self, requests: Sequence[RequestView]) -> list[str]:
+        """Those whose slice is used up, in the order in which they leave."""
         least = max(self.quantum_tokens, self.min_run_tokens)
-        used_up = [r for r in here if r.phase is Phase.RUNNING and r.slice_tokens >= least]
-        if self.victims is VictimOrder.SCORE:
-            return sorted(used_up, key=lambda r: (-r.score, r.name))
-        return sorted(used_up, key=lambda r: (-r.slice_tokens, r.name))
+        used_up = [r for r in requests if r.phase is Phase.RUNNING and r.slice_tokens >= least]
+        order = _by_score if self.victims is VictimOrder.SCORE else _by_slice
+        return [request.name for request in sorted(used_up, key=order)]
+
+
+def _waiting_since(request: RequestView) -> int:
+    return request.waiting_since_ns
+
+
+def _by_score(request: RequestView) -> float:
+    return -request.score
+
+
+def _by_slice(request: RequestView) -> int:
+    return -request.slice_tokens

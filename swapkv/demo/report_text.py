@@ -1,0 +1,133 @@
+"""A report as people read it."""
+
+from collections.abc import Iterator
+from statistics import median
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+from swapkv.demo.report import Report, quantile
+from swapkv.demo.ways import Way
+from swapkv.observe.figures import format_bytes, format_duration
+
+CONTINUATION_CHARS = 320
+NOISE_CHARS = 48
+
+
+def print_report(report: Report, console: Console) -> None:
+    """What was generated, how fast, and whether it is exact: the verdict comes last."""
+    _print_texts(report, console)
+    if report.timed:
+        _print_rates(report, console)
+    _print_proof(report, console)
+
+
+def _print_texts(report: Report, console: Console) -> None:
+    decoder, note = report.workload.decoder, report.workload.text_note
+    _heading(console, f"What {decoder.name} wrote", note or "greedily; prompts are bold")
+    width = max(len(name) for name in report.swapped.outputs)
+    table = Table.grid(
+        Column(style="dim", no_wrap=True, min_width=width),
+        Column(no_wrap=note is not None, overflow="fold" if note is None else "ellipsis"),
+        padding=(0, 2, 0, 0),
+    )
+    prompts = report.workload.scenario.prompts()
+    for prompt, (name, tokens) in zip(prompts, report.swapped.outputs.items(), strict=True):
+        text = " ".join(decoder.decode(tokens).split())
+        if note is None:
+            written = Text.assemble((prompt, "bold"), "\n", _cut(text, CONTINUATION_CHARS), "\n")
+        else:
+            written = Text.assemble((prompt, "bold"), "  ", (_cut(text, NOISE_CHARS), "dim"))
+        table.add_row(name, written)
+    console.print(_indented(table))
+    if note is not None:
+        console.print()
+
+
+def _print_rates(report: Report, console: Console) -> None:
+    scenario = report.workload.scenario
+    times = "once" if scenario.repeats == 1 else f"{scenario.repeats} times, in turn; medians"
+    _heading(console, "How fast", f"the same machine, nobody watching, each way {times}")
+    columns = ("tokens/s", "from-to", "of ceiling", "seconds", "idle s", "recomputed", "exact")
+    table = Table(
+        "",
+        *(Column(name, justify="right", no_wrap=True) for name in columns),
+        box=None,
+        header_style="dim",
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
+    legend = Table.grid(padding=(0, 2, 0, 0))
+    for way in report.timed:
+        table.add_row(*_rates(report, way))
+        legend.add_row(way.value, Text(way.what(scenario), "dim"))
+    legend.add_row("idle s", Text("seconds in which nothing could run because all waited for swaps", "dim"))
+    legend.add_row("recomputed", Text("tokens whose KV was there and was computed once more", "dim"))
+    legend.add_row("exact", Text("requests that ended with the tokens and KV bytes of the twin", "dim"))
+    console.print(_indented(table))
+    console.print()
+    console.print(_indented(legend))
+    console.print()
+
+
+def _rates(report: Report, way: Way) -> Iterator[Text | str]:
+    runs = report.timed[way]
+    rates = sorted(run.tokens_per_s for run in runs)
+    yield way.value
+    yield Text(f"{report.tokens_per_s(way):.0f}", "bold")
+    yield Text(f"{rates[0]:.0f}-{rates[-1]:.0f}", "dim")
+    yield f"{report.share_of_ceiling(way):.0%}"
+    yield f"{median(run.wall_s for run in runs):.1f}"
+    yield f"{median(run.idle_s for run in runs):.1f}"
+    yield f"{round(median(run.recomputed_tokens for run in runs)):,}"
+    yield f"{min(report.exact_requests(run) for run in runs)} of {way.requests(report.workload.scenario)}"
+
+
+def _print_proof(report: Report, console: Console) -> None:
+    _heading(console, "The proof", "against the twin: the same requests with room for all, never preempted")
+    console.print(_indented(Text(_work_done(report))))
+    for name in report.swapped.outputs:
+        for difference in report.differences(report.swapped, name):
+            console.print(_indented(Text(f"{name}: {difference}", "red")))
+    console.print()
+    console.print(_verdict(report))
+
+
+def _work_done(report: Report) -> str:
+    swapped, stats = report.swapped, report.swapped.statistics
+    text = (
+        f"{swapped.preemptions:,} preemptions moved {format_bytes(stats.out.bytes_copied)} out and "
+        f"{format_bytes(stats.into.bytes_copied)} in; another "
+        f"{format_bytes(stats.counters.get('clean_bytes_kept', 0))} had a clean copy and left without being copied."
+    )
+    middle, high = quantile(swapped.restores_s, 0.5), quantile(swapped.restores_s, 0.95)
+    if middle is not None and high is not None:
+        text += (
+            f" From the scheduler's word to the last layer a restore took {format_duration(middle)} "
+            f"(95th percentile {format_duration(high)})."
+        )
+    return text
+
+
+def _verdict(report: Report) -> Text:
+    parts = [
+        Text("tokens equal", "green") if report.tokens_equal else Text("tokens DIFFERENT", "bold red"),
+        Text("KV bytes equal", "green") if report.bytes_equal else Text("KV bytes DIFFERENT", "bold red"),
+        Text(f"{report.swapped.recomputed_tokens:,} tokens recomputed"),
+    ]
+    word = Text("EXACT: ", "bold green") if report.equal else Text("NOT EXACT: ", "bold red")
+    return word + Text(", ").join(parts)
+
+
+def _heading(console: Console, title: str, note: str) -> None:
+    console.print(Text.assemble((title, "bold"), (f"  {note}", "dim")))
+
+
+def _indented(content: RenderableType) -> Padding:
+    return Padding(content, (0, 0, 0, 2))
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
