@@ -53,6 +53,19 @@ class Stage(Harness):
     def finish(self, name: str) -> bool:
         return self.do(events.Finish(SeqId(name)))
 
+    def recompute(self, name: str) -> bool:
+        """Run the tokens of a sequence whose KV was dropped again, as many as it had."""
+        length = self.length(name)
+        if not self.do(events.Reset(SeqId(name))):
+            return False
+        self.tokens[SeqId(name)] = []
+        self.append(name, length)
+        return True
+
+    def length(self, name: str) -> int:
+        """Tokens that the sequence has, or had when its KV was dropped."""
+        return self.core.sequences[SeqId(name)].tokens
+
     def can_run(self, lane: Lane) -> bool:
         return lane in self.device.runnable()
 
