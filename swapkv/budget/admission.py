@@ -31,6 +31,16 @@ def peak_need(layout: KVLayout, max_tokens: int, step_tokens: int) -> Need:
     return Need(pages=pages, host_bytes=host_bytes)
 
 
+def need_while_shared(layout: KVLayout, need: Need) -> Need:
+    """What a sequence takes that shares chunks with a fork: in a windowed group, pages of a shared chunk stay until all
+    of the chunk is behind the window.
+    """
+    kept = layout.chunk_pages - 1
+    windows = (group.window for group in layout.groups)
+    pages = tuple(n if window is None else n + kept for n, window in zip(need.pages, windows, strict=True))
+    return attrs.evolve(need, pages=pages)
+
+
 def refuse_what_never_fits(
     sequence: SeqId, need: Need, pages_total: Sequence[int], host_bytes_total: int, host_full: HostFull
 ) -> None:

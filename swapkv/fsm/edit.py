@@ -32,7 +32,12 @@ def fork(core: SwapCore, event: events.Fork) -> None:
     refuse_unless_settled(parent, "forked")
     if event.max_tokens < parent.tokens:
         raise ProtocolError(f"max_tokens={event.max_tokens} is less than the parent's {parent.tokens} tokens")
-    child = _add(core, event.child, event.max_tokens, min(parent.step_tokens, event.max_tokens), event.priority)
+    longest = max(parent.max_tokens, event.max_tokens)
+    need = admission.peak_need(core.layout, longest, parent.step_tokens)
+    _refuse_what_never_fits(core, event.child, admission.need_while_shared(core.layout, need))
+    at_once = parent.step_tokens == parent.max_tokens
+    step_tokens = event.max_tokens if at_once else min(parent.step_tokens, event.max_tokens)
+    child = _add(core, event.child, event.max_tokens, step_tokens, event.priority)
     child.tokens, child.goal, child.fresh = parent.tokens, parent.goal, parent.fresh
     child.chunks = [list(chunks) for chunks in parent.chunks]
     child.tables = [table.clone() for table in parent.tables]
@@ -224,9 +229,7 @@ def refuse_unless_settled(sequence: Sequence, what: str) -> None:
 def _add(core: SwapCore, name: SeqId, max_tokens: int, step_tokens: int, priority: int) -> Sequence:
     if name in core.sequences:
         raise ProtocolError(f"sequence {name!r} is registered already: finish it first or choose another name")
-    need = admission.peak_need(core.layout, max_tokens, step_tokens)
-    totals = [core.ledger.total(g) - core.ledger.quarantined(g) for g in core.groups()]
-    admission.refuse_what_never_fits(name, need, totals, core.host.total, core.config.host_full)
+    _refuse_what_never_fits(core, name, admission.peak_need(core.layout, max_tokens, step_tokens))
     sequence = Sequence(
         id=name,
         priority=priority,
@@ -238,6 +241,11 @@ def _add(core: SwapCore, name: SeqId, max_tokens: int, step_tokens: int, priorit
     )
     core.sequences[name] = sequence
     return sequence
+
+
+def _refuse_what_never_fits(core: SwapCore, name: SeqId, need: admission.Need) -> None:
+    totals = [core.ledger.total(g) - core.ledger.quarantined(g) for g in core.groups()]
+    admission.refuse_what_never_fits(name, need, totals, core.host.total, core.config.host_full)
 
 
 def _refuse_behind_window(core: SwapCore, sequence: Sequence, tokens: int) -> None:
