@@ -168,6 +168,20 @@ class Chaos:
         if name is not None:
             self.harness.do(events.BeginRestore(name, self.rng.choice([None, 0, 1])))
 
+    def rush(self) -> None:
+        """Everyone wants to come back, some sooner than others."""
+        for name in [n for n, s in self.core.sequences.items() if s.goal is Goal.PARKED]:
+            self.harness.do(events.BeginRestore(name, self.rng.randrange(4)))
+
+    def grow(self) -> None:
+        """A forward that adds as much as it may."""
+        name = self.any_sequence(Goal.ACTIVE)
+        if name is not None:
+            sequence = self.core.sequences[name]
+            count = min(sequence.step_tokens, sequence.max_tokens - sequence.tokens)
+            self._steps += 1
+            self.harness.begin_step(StepId(self._steps), {name: count})
+
     def anything(self) -> None:
         """A wish in whatever state: it is served or refused, and nothing breaks."""
         kinds = (events.Preempt, events.BeginRestore, events.CancelPreempt, events.CancelRestore)
@@ -240,6 +254,8 @@ _TABLE = {
     Chaos.cancel_step: 1,
     Chaos.preempt: 5,
     Chaos.restore: 5,
+    Chaos.rush: 0,
+    Chaos.grow: 0,
     Chaos.anything: 2,
     Chaos.cancel: 1,
     Chaos.fork: 1,
