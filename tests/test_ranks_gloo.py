@@ -21,20 +21,15 @@ from swapkv import (
 )
 from swapkv.config import HostFull
 from swapkv.ranks import RankLost, RankOptions, gloo_ranks, open_ranked_pool
-from tests.kit.ranks import GlooPair, RanksWriter, no_thread_left
+from tests.kit.ranks import HOST_BYTES, LAYOUT, PAGES, PATIENT, GlooPair, RanksWriter, no_thread_left
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo"),
 ]
 
-LAYOUT = KVLayout.dense(
-    num_layers=2, num_kv_heads=1, head_dim=8, dtype=KVDtype.FLOAT32, page_size=4, chunk_tokens=8, windows=[None, 6]
-)
-PAGES = 14
-HOST_BYTES = 1 << 14
 SLOTS_BYTES = sum(LAYOUT.chunk_bytes(g) for g in range(2))  # type: ignore[arg-type]
-HASTY = RankOptions(heartbeat_s=0.1, deadline_s=1.0, start_timeout_s=60)
+HASTY = RankOptions(heartbeat_s=0.1, deadline_s=3.0, start_timeout_s=60)
 
 
 @pytest.fixture
@@ -172,7 +167,7 @@ async def test_rank_without_others_is_the_ordinary_case() -> None:
 @pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL])
 async def test_rank_that_is_gone_is_lost_and_the_pool_closes(pair: GlooPair, blow: signal.Signals) -> None:
     """Killed, its connection breaks; stopped, only its silence tells."""
-    ranks = pair.begin(HASTY, num_pages=PAGES, host_bytes=HOST_BYTES)
+    ranks = pair.begin(HASTY if blow is signal.SIGSTOP else PATIENT, num_pages=PAGES, host_bytes=HOST_BYTES)
     async with open_ranked_pool(LAYOUT, ranks=ranks, num_pages=PAGES, host_bytes=HOST_BYTES) as pool:
         writer = RanksWriter(pool)
         pool.register("a", max_tokens=40)

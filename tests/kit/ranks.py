@@ -15,7 +15,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from swapkv import Forward, KVLayout
+from swapkv import Forward, KVDtype, KVLayout, SwapConfig
+from swapkv.ids import GroupId
 from swapkv.ranks import RankedPool, RankGroup, RankOptions, RankWorker, WorkerForward, gloo_ranks
 from swapkv.ranks.agreement import layout_fields
 from swapkv.ranks.messages import Ack, Alive, Hello, Message, Outcome
@@ -27,6 +28,19 @@ M = TypeVar("M")
 
 LONG_S = 60.0
 LOOPBACK = "127.0.0.1"
+LAYOUT = KVLayout.dense(
+    num_layers=3,
+    num_kv_heads=1,
+    head_dim=8,
+    dtype=KVDtype.FLOAT32,
+    page_size=4,
+    chunk_tokens=8,
+    windows=[None, 6, None],
+)
+CONFIG = SwapConfig(segment_bytes=512)
+PAGES = 14
+HOST_BYTES = 1 << 14
+CHUNK_BYTES = LAYOUT.chunk_bytes(GroupId(0))
 PATIENT = RankOptions(heartbeat_s=0.5, deadline_s=LONG_S, start_timeout_s=LONG_S)
 
 
@@ -290,6 +304,10 @@ class Workers:
         for thread in self._threads:
             thread.join(LONG_S)
             assert not thread.is_alive(), "a worker did not end"
+        held = tuple(f"swapkv-{device.name}-" for device in self.devices.values())
+        for thread in threading.enumerate():  # of streams that were abandoned while they were held up
+            if thread.name.startswith(held):
+                thread.join(LONG_S)
 
     def _run(self, rank: int, worker: RankWorker) -> None:
         try:
