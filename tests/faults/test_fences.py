@@ -1,16 +1,24 @@
 """Copies and forwards that touch the same page, in the order in which that goes wrong."""
 
+from contextlib import ExitStack
+from random import Random
+
 import numpy as np
 import pytest
 
 from swapkv.config import HostFull, SwapConfig
 from swapkv.errors import ProtocolError
+from swapkv.executor import Executor
 from swapkv.fsm import commands, events, offload, restore
 from swapkv.fsm.fences import FenceClock
 from swapkv.fsm.ledger import PageLedger, PageState
 from swapkv.fsm.queries import SequenceState
 from swapkv.ids import ChunkId, Lane, SeqId, StepId
+from swapkv.stepped import open_stepped_pool
 from tests.faults.stage import GROUP, PLAIN, Stage, careless
+from tests.kit.deferred import DeferredDevice
+from tests.kit.late_writing import LateWriter
+from tests.test_pool import small_layout
 
 A, B = SeqId("a"), SeqId("b")
 
@@ -287,3 +295,40 @@ def test_restore_of_what_was_dropped_is_a_typed_miss() -> None:
     assert stage.do(events.Reset(A))
     stage.tokens[A] = []
     assert stage.begin_step(StepId(99), {A: 7})
+
+
+def forwards_on_two_streams_at_a_time() -> None:
+    """One reads a sequence that is finished before it runs; the other is still open then, and its stream goes on."""
+    device, layout = DeferredDevice(), small_layout()
+    with open_stepped_pool(layout, num_pages=4, host_bytes=1 << 16, device=device) as pool:
+        writer, second = LateWriter(pool), device.create_stream("compute-2")
+        for name in ("a", "b"):
+            writer.register(name, 16)
+        with pool.forward({"a": 8}) as forward:
+            writer.launch(forward, {"a": 8})
+        device.run_one(Random(0))
+        pool.poll()
+        with ExitStack() as later, pool.forward({"a": 0}) as first:
+            writer.launch(first, {"a": 0})
+            other = later.enter_context(pool.forward({"b": 4}, stream=second))
+            writer.launch(other, {"b": 4})
+        pool.finish("a")
+        with pool.forward({"b": 12}, stream=second) as forward:
+            writer.launch(forward, {"b": 12})
+        while second.runnable():
+            second.run()
+        while device.run_one(Random(0)):
+            pool.poll()
+        writer.verify()
+
+
+def test_forwards_on_two_streams_at_a_time_keep_the_order_of_their_fences() -> None:
+    """KF-02, between compute streams: pages that one stream still reads are not written by the other."""
+    forwards_on_two_streams_at_a_time()
+
+
+def test_forwards_on_two_streams_without_an_order_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KF-02, between compute streams, without its guard."""
+    monkeypatch.setattr(Executor, "_join", lambda self, stream: None)
+    with pytest.raises(AssertionError, match="reads"):
+        forwards_on_two_streams_at_a_time()
