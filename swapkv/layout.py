@@ -110,7 +110,15 @@ class KVLayout:
             raise ProtocolError(f"truncate_slack={self.truncate_slack} must be 0 tokens or more")
         for index, planes in enumerate(self.planes):
             if not planes or any(plane.layer != index or plane.page_bytes < 1 for plane in planes):
-                raise ProtocolError(f"layer {index} needs at least one plane of its own, with at least one byte a page")
+                found = ", ".join(f"{p.name!r} of layer {p.layer} with pages of {p.page_bytes} bytes" for p in planes)
+                raise ProtocolError(
+                    f"layer {index} has the planes [{found}]: give it at least one, each of layer {index} and with pages of "
+                    "at least 1 byte"
+                )
+            if len({plane.name for plane in planes}) < len(planes):
+                raise ProtocolError(
+                    f"layer {index} has planes of equal names, {[p.name for p in planes]}: give each a name of its own"
+                )
 
     @classmethod
     def dense(
@@ -134,10 +142,10 @@ class KVLayout:
         the planes "k" and "v"; with `FUSED` one plane "kv" with a leading axis of 2. `windows` gives each layer's
         sliding window in tokens, None for full attention; layers of equal window form a group.
         """
-        for name, value in (("num_layers", num_layers), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
-            if value < 1:
-                raise ProtocolError(f"{name}={value} must be at least 1")
         value_dim = head_dim if value_head_dim is None else value_head_dim
+        _require_at_least_1(
+            num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, value_head_dim=value_dim
+        )
         if split is PlaneSplit.FUSED and value_dim != head_dim:
             raise ProtocolError(
                 f"a fused plane needs value_head_dim={value_dim} to equal head_dim={head_dim}; use SPLIT"
@@ -175,6 +183,9 @@ class KVLayout:
         chunk_tokens: int = 256,
     ) -> "KVLayout":
         """Multi-head latent attention: one plane "latent" a layer, pages of `[page_size, latent_dim + rope_dim]`."""
+        _require_at_least_1(num_layers=num_layers, latent_dim=latent_dim)
+        if rope_dim < 0:
+            raise ProtocolError(f"rope_dim={rope_dim} must be 0 or more")
         shape = (page_size, latent_dim + rope_dim)
         return cls(
             page_size=page_size,
@@ -227,7 +238,10 @@ class KVLayout:
                 if candidate is plane:
                     return offset
                 offset += candidate.page_bytes * self.chunk_pages
-        raise ProtocolError(f"plane {plane.name!r} of layer {plane.layer} is not in group {group}")
+        raise ProtocolError(
+            f"plane {plane.name!r} of layer {plane.layer} is not in group {group}: ask for it with the group that "
+            "group_of_layer names, and with the layout's own plane"
+        )
 
     def plane_range(self, group: GroupId, low: int, high: int) -> slice:
         """Which of the group's planes, counted layer by layer, belong to its layers `[low, high)`."""
@@ -252,6 +266,12 @@ class KVLayout:
             return self.pages_for(tokens)
         straddling = window + self.truncate_slack + step_tokens + self.page_size - 1
         return min(self.pages_for(tokens), self.pages_for(straddling))
+
+
+def _require_at_least_1(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ProtocolError(f"{name}={value} must be at least 1")
 
 
 def _groups_by_window(num_layers: int, windows: Sequence[int | None] | None) -> tuple[LayerGroup, ...]:
