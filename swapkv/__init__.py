@@ -25,6 +25,7 @@ from swapkv.layout import KVDtype, KVLayout, LayerGroup, PageOrder, Plane, Plane
 from swapkv.observer import Observer
 from swapkv.pool import Pool, open_pool
 from swapkv.sessions import AsyncForward, Restoring
+from swapkv.stepped import SteppedPool, open_stepped_pool
 from swapkv.streams.host import HostDevice
 from swapkv.streams.memory import PagedMemory
 
@@ -57,6 +58,7 @@ __all__ = [
     "RestoreOrder",
     "Restoring",
     "SequenceState",
+    "SteppedPool",
     "SwapConfig",
     "SwapError",
     "TransferError",
@@ -64,4 +66,5 @@ __all__ = [
     "Verify",
     "WouldBlock",
     "open_pool",
+    "open_stepped_pool",
 ]
