@@ -26,7 +26,7 @@ def print_report(report: Report, console: Console) -> None:
 
 def _print_texts(report: Report, console: Console) -> None:
     decoder, note = report.workload.decoder, report.workload.text_note
-    _heading(console, f"What {decoder.name} wrote", note or "greedily; prompts are bold")
+    _heading(console, f"What {decoder.name} wrote", note or "greedily: each prompt, and below it what followed")
     width = max(len(name) for name in report.swapped.outputs)
     table = Table.grid(
         Column(style="dim", no_wrap=True, min_width=width),
@@ -97,6 +97,8 @@ def _print_proof(report: Report, console: Console) -> None:
 
 def _work_done(report: Report) -> str:
     swapped, stats = report.swapped, report.swapped.statistics
+    if not swapped.preemptions:
+        return "Nobody was preempted: give more --requests than --gpu-slots, and a --quantum below --new-tokens."
     text = (
         f"{swapped.preemptions:,} preemptions moved {format_bytes(stats.out.bytes_copied)} out and "
         f"{format_bytes(stats.into.bytes_copied)} in; another "
