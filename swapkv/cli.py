@@ -32,6 +32,7 @@ from swapkv.schedulers import VictimOrder
 
 MISMATCH_EXIT = 1
 BAD_INPUT_EXIT = 2
+INTERRUPTED_EXIT = 130
 NOISE = "its weights are random: the text is noise, but noise that depends on every byte of the KV"
 
 
@@ -178,6 +179,9 @@ def _clear_errors() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
+    except KeyboardInterrupt:
+        click.echo("swapkv: interrupted", err=True)
+        sys.exit(INTERRUPTED_EXIT)
     except (SwapError, ImportError, OSError) as error:
         click.echo(f"swapkv: {error}", err=True)
         sys.exit(BAD_INPUT_EXIT)

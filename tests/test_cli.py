@@ -166,6 +166,15 @@ def test_demo_mismatch_ends_with_one(monkeypatch: pytest.MonkeyPatch, form: tupl
         assert result.stdout.splitlines()[-1].startswith("NOT EXACT: ")
 
 
+def test_demo_interrupted_says_so_and_is_no_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(swapkv.cli, "_workload", interrupt)
+    result = demo()
+    assert (result.exit_code, result.stderr) == (130, "swapkv: interrupted\n")
+
+
 def test_demo_output_that_fails_after_the_run_keeps_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(records: Recorder, path: Path) -> None:
         raise OSError(28, "No space left on device", str(path))

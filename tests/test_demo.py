@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import anyio
+import attrs
 import pytest
 import torch
 from rich.console import Console
@@ -249,6 +250,20 @@ def test_report_text_says_what_each_run_is_and_ends_with_the_verdict(
     assert text.splitlines()[-1] == "EXACT: tokens equal, KV bytes equal, 0 tokens recomputed"
 
 
+def test_report_text_doubts_rates_that_contradict_each_other(compared: tuple[Report, list[str]]) -> None:
+    steady = {
+        way: [attrs.evolve(run, wall_s=len(run.outputs) / 4) for run in runs] for way, runs in compared[0].timed.items()
+    }
+    fast, slow = (attrs.evolve(steady[Way.SWAPPING][0], wall_s=seconds) for seconds in (0.5, 1.0))
+    doubts = {
+        "something else was using this machine": {Way.RECOMPUTING: [fast, slow]},
+        "beats its ceiling": {Way.SWAPPING: [fast, fast]},
+    }
+    assert not any(doubt in text_of(attrs.evolve(compared[0], timed=steady)) for doubt in doubts)
+    for doubt, timed in doubts.items():
+        assert doubt in text_of(attrs.evolve(compared[0], timed=steady | timed))
+
+
 class Readable(TinyLlama):
     """A model of which somebody would read what it writes."""
 
@@ -261,10 +276,10 @@ def test_report_text_of_a_model_that_can_be_read_is_wrapped_below_its_prompt() -
     decoder = Readable(num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, chunk_tokens=32)
     report = proven(Workload(scenario=scenario, decoder=decoder))
     lines = [line.rstrip() for line in text_of(report, 80).splitlines()]
-    assert lines[1] == "  request 0  It [bold]began\\ so"
-    assert lines[2].startswith("             and then word word")
-    assert lines[6].endswith("…")
-    assert lines[8] == "  request 1  It [bold]began\\ so"
+    assert lines[2] == "  request 0  It [bold]began\\ so"
+    assert lines[3].startswith("             and then word word")
+    assert lines[7].endswith("…")
+    assert lines[9] == "  request 1  It [bold]began\\ so"
 
 
 def test_report_text_without_preemptions_says_how_to_get_some() -> None:

@@ -14,10 +14,18 @@ from swapkv.observe.figures import format_bytes, format_duration
 
 CONTINUATION_CHARS = 320
 NOISE_CHARS = 48
+WIDE = 100
+SPREAD_MAX = 0.1
+MEANINGS = {
+    "idle s": "seconds in which nothing could run because all waited for swaps",
+    "recomputed": "tokens whose KV was there and was computed once more",
+    "exact": "requests that ended with the tokens and KV bytes of the twin",
+}
 
 
 def print_report(report: Report, console: Console) -> None:
     """What was generated, how fast, and whether it is exact: the verdict comes last."""
+    console.print()
     _print_texts(report, console)
     if report.timed:
         _print_rates(report, console)
@@ -50,23 +58,24 @@ def _print_rates(report: Report, console: Console) -> None:
     scenario = report.workload.scenario
     times = "once" if scenario.repeats == 1 else f"{scenario.repeats} times, in turn; medians"
     _heading(console, "How fast", f"the same machine, nobody watching, each way {times}")
-    columns = ("tokens/s", "from-to", "of ceiling", "seconds", "idle s", "recomputed", "exact")
+    columns = ("tokens/s", "from-to", "of ceiling", "time s", "idle s", "recomputed", "exact")
     table = Table(
-        "",
+        Column("", no_wrap=True),
         *(Column(name, justify="right", no_wrap=True) for name in columns),
         box=None,
         header_style="dim",
-        padding=(0, 2, 0, 0),
+        padding=(0, 2 if console.width >= WIDE else 1, 0, 0),
         pad_edge=False,
     )
-    legend = Table.grid(padding=(0, 2, 0, 0))
+    legend = Table.grid(Column(no_wrap=True), Column(style="dim"), padding=(0, 2, 0, 0))
     for way in report.timed:
         table.add_row(*_rates(report, way))
-        legend.add_row(way.value, Text(way.what(scenario), "dim"))
-    legend.add_row("idle s", Text("seconds in which nothing could run because all waited for swaps", "dim"))
-    legend.add_row("recomputed", Text("tokens whose KV was there and was computed once more", "dim"))
-    legend.add_row("exact", Text("requests that ended with the tokens and KV bytes of the twin", "dim"))
+        legend.add_row(way.value, way.what(scenario))
+    for column, meaning in MEANINGS.items():
+        legend.add_row(column, meaning)
     console.print(_indented(table))
+    for doubt in _doubts(report):
+        console.print(_indented(Text(doubt, "yellow")))
     console.print()
     console.print(_indented(legend))
     console.print()
@@ -83,6 +92,16 @@ def _rates(report: Report, way: Way) -> Iterator[Text | str]:
     yield f"{median(run.idle_s for run in runs):.1f}"
     yield f"{round(median(run.recomputed_tokens for run in runs)):,}"
     yield f"{min(report.exact_requests(run) for run in runs)} of {way.requests(report.workload.scenario)}"
+
+
+def _doubts(report: Report) -> Iterator[str]:
+    """What a reader should know before believing the rates."""
+    rates = [[run.tokens_per_s for run in runs] for runs in report.timed.values()]
+    spread = max(max(same) / min(same) - 1 for same in rates)
+    if spread > SPREAD_MAX:
+        yield f"Runs of the same way differ by up to {spread:.0%}: something else was using this machine."
+    if any((report.share_of_ceiling(way) or 0) > 1 + SPREAD_MAX for way in report.timed):
+        yield "A way that beats its ceiling was only lucky: run it again while the machine is quiet."
 
 
 def _print_proof(report: Report, console: Console) -> None:

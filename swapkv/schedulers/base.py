@@ -37,7 +37,7 @@ class RequestView:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """Requests that leave the device, and requests that come to it, in order."""
+    """Requests that leave the device, all of them running, and requests that come to it, all waiting or off, in order."""
 
     leave: tuple[str, ...] = ()
     come: tuple[str, ...] = ()
@@ -51,4 +51,4 @@ class Scheduler(Protocol):
         """Whether `RequestView.score` is looked at; working it out costs time."""
 
     def plan(self, requests: Sequence[RequestView]) -> Plan:
-        """What should change now. Called before every step."""
+        """What should change now. Called before every step, with all requests in the order in which they were given."""

@@ -29,7 +29,8 @@ class Handover(Enum):
     SWAP = "swap"
     """Its KV is offloaded while the others run."""
     STOP_THE_WORLD = "stop the world"
-    """The same, but nothing runs until the swap is over."""
+    """The same, but nothing runs until the swap is over. The pages have to suffice for all that the scheduler lets run:
+    a restore that lacks pages would wait for ever for those that stand still."""
     RECOMPUTE = "recompute"
     """Its KV is dropped; when it comes back, prompt and output are prefilled again."""
 
