@@ -365,6 +365,7 @@ def _restart(core: SwapCore, sequence: Sequence, work: Restore) -> None:
     """The pages of a revoked restore are given back: count anew what it needs."""
     work.revoking = False
     work.chunks.clear()
+    work.waiting.clear()
     work.joined.clear()
     work.layer_missing = [0] * core.layout.num_layers
     for chunk in sequence.live_chunks():
