@@ -70,6 +70,11 @@ def _check_sequence(core: SwapCore, sequence: Sequence) -> None:
         assert sequence.goal is Goal.PARKING or not any(len(t) for t in sequence.tables), "a table of absent pages"
     if sequence.goal is Goal.EVICTED:
         assert not states
+    if sequence.restore is not None:
+        waiting = list(sequence.restore.waiting)
+        assert all(chunk.state is ChunkState.OFFLOADED for chunk in waiting), "a chunk waits for pages that it has"
+        assert len({chunk.id for chunk in waiting}) == len(waiting), "a chunk waits for pages twice"
+        assert not any(chunk.id in sequence.restore.joined for chunk in waiting)
     if sequence.goal in (Goal.ACTIVE, Goal.PARKED):
         for group in core.groups():
             assert len(sequence.chunks[group]) >= -(-sequence.tokens // core.layout.chunk_tokens)
