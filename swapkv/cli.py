@@ -33,7 +33,7 @@ from swapkv.schedulers import VictimOrder
 MISMATCH_EXIT = 1
 BAD_INPUT_EXIT = 2
 INTERRUPTED_EXIT = 130
-NOISE = "its weights are random: the text is noise, but noise that depends on every byte of the KV"
+NOISE = "random weights: noise that hangs on every byte of KV"
 
 
 class DemoModel(Enum):

@@ -38,7 +38,7 @@ def _print_texts(report: Report, console: Console) -> None:
     width = max(len(name) for name in report.swapped.outputs)
     table = Table.grid(
         Column(style="dim", no_wrap=True, min_width=width),
-        Column(no_wrap=note is not None, overflow="fold" if note is None else "ellipsis"),
+        Column(no_wrap=note is not None),
         padding=(0, 2, 0, 0),
     )
     prompts = report.workload.scenario.prompts()
@@ -47,7 +47,8 @@ def _print_texts(report: Report, console: Console) -> None:
         if note is None:
             written = Text.assemble((prompt, "bold"), "\n", _cut(text, CONTINUATION_CHARS), "\n")
         else:
-            written = Text.assemble((prompt, "bold"), "  ", (_cut(text, NOISE_CHARS), "dim"))
+            written = Text.assemble((prompt, "bold"), "  ", (text, "dim"), overflow="ellipsis")
+            written.truncate(min(len(prompt) + NOISE_CHARS, console.width - width - 6), overflow="ellipsis")
         table.add_row(name, written)
     console.print(_indented(table))
     if note is not None:
@@ -57,8 +58,16 @@ def _print_texts(report: Report, console: Console) -> None:
 def _print_rates(report: Report, console: Console) -> None:
     scenario = report.workload.scenario
     times = "once" if scenario.repeats == 1 else f"{scenario.repeats} times, in turn; medians"
-    _heading(console, "How fast", f"the same machine, nobody watching, each way {times}")
-    columns = ("tokens/s", "from-to", "of ceiling", "time s", "idle s", "recomputed", "exact")
+    _heading(console, "How fast", f"the same machine, unobserved, each way {times}")
+    columns = (
+        "tokens/s",
+        "from-to" if scenario.repeats > 1 else "",
+        "of ceiling",
+        "time s",
+        "idle s",
+        "recomputed",
+        "exact",
+    )
     table = Table(
         Column("", no_wrap=True),
         *(Column(name, justify="right", no_wrap=True) for name in columns),
@@ -86,7 +95,7 @@ def _rates(report: Report, way: Way) -> Iterator[Text | str]:
     rates = sorted(run.tokens_per_s for run in runs)
     yield way.value
     yield Text(f"{report.tokens_per_s(way):.0f}", "bold")
-    yield Text(f"{rates[0]:.0f}-{rates[-1]:.0f}", "dim")
+    yield Text(f"{rates[0]:.0f}-{rates[-1]:.0f}" if len(rates) > 1 else "", "dim")
     yield f"{report.share_of_ceiling(way):.0%}"
     yield f"{median(run.wall_s for run in runs):.1f}"
     yield f"{median(run.idle_s for run in runs):.1f}"
@@ -105,7 +114,7 @@ def _doubts(report: Report) -> Iterator[str]:
 
 
 def _print_proof(report: Report, console: Console) -> None:
-    _heading(console, "The proof", "against the twin: the same requests with room for all, never preempted")
+    _heading(console, "The proof", "against a twin with room for all requests, never preempted")
     console.print(_indented(Text(_work_done(report))))
     for name in report.swapped.outputs:
         for difference in report.differences(report.swapped, name):
