@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import attrs
@@ -16,6 +16,7 @@ from swapkv import (
     PreemptOutcome,
     SequenceState,
     SwapConfig,
+    SwapError,
     TransferError,
     Verify,
 )
@@ -27,15 +28,21 @@ from swapkv.ranks import (
     RankOptions,
     open_ranked_stepped_pool,
 )
+from swapkv.ranks.leader import RankStream
 from swapkv.ranks.link import RankEvent, split_checksums
 from swapkv.ranks.messages import (
     Agreed,
     Close,
     Failed,
     Message,
+    OpenPromise,
     Outcome,
     Record,
+    Run,
+    SetPromise,
     SubmitCopy,
+    UseUpGates,
+    Wait,
 )
 from tests import test_contract as contract
 from tests.kit.ranks import (
@@ -274,6 +281,53 @@ def test_checksums_that_are_missing_fail_the_copy() -> None:
 def test_split_checksums_gives_each_rank_its_own() -> None:
     together = tuple(1 << 0 | rank << 32 | 3 << 64 for rank in (2, 5))
     assert [split_checksums(together, rank) for rank in range(3)] == [(1, 1), (2, 5), (3, 3)]
+
+
+def test_promises_are_kept_and_failed_on_every_rank() -> None:
+    with scripted(2) as play:
+        rank, device, compute = play.ranks[1], play.pool._device, play.pool.compute
+        assert isinstance(compute, RankStream)
+        for error in (None, TransferError("no layer")):
+            promise = device.create_promise()
+            assert rank.hear(OpenPromise) == OpenPromise(promise.number)
+            compute.wait(promise)
+            assert rank.hear(Wait) == Wait(compute.number, promise.number, "")
+            compute.run(b"", [promise])
+            assert rank.hear(Run).gates == (promise.number,)
+            promise.set(error)
+            promise.set(TransferError("too late"))
+            failure = "" if error is None else "no layer"
+            assert rank.hear(SetPromise) == SetPromise(promise.number, failure)
+            compute.wait(promise)
+            assert rank.hear(Wait) == Wait(compute.number, promise.number, failure)
+            compute.run(b"", [promise])
+            assert rank.hear((SetPromise, Run)).gates == ((0,) if error is None else (-1,))  # type: ignore[union-attr]
+            with suppress(SwapError):
+                compute.gather((), Verify.NONE)
+            assert rank.hear(UseUpGates) == UseUpGates(compute.number)
+
+
+def test_forward_on_another_stream_waits_for_the_one_before_on_every_rank() -> None:
+    with scripted(2) as play:
+        with play.pool.forward({"a": 20}):
+            pass
+        before = play.ranks[1].hear(Record)
+        with play.pool.forward({"a": 1}, stream=play.pool.create_stream("other")):
+            pass
+        assert play.ranks[1].hear((Wait, Record)) == Wait(1, before.number, "")
+
+
+def test_work_of_a_lost_rank_ends_with_the_loss() -> None:
+    with scripted(2) as play, pytest.raises(RankLost), play.pool.forward({"a": 1}) as forward:  # noqa: PT012
+        work = play.pool.run_on_workers(forward, b"")
+        play.ranks[1].channel.close()
+        play.is_lost()
+        with pytest.raises(RankLost, match="rank 1 of 2"):
+            work.wait(LONG_S)
+        with pytest.raises(RankLost):
+            play.pool.run_on_workers(forward, b"")
+        with pytest.raises(RankLost):
+            play.pool.poll()
 
 
 def test_copy_that_this_rank_does_not_take_is_told_to_nobody() -> None:

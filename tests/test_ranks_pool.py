@@ -18,6 +18,7 @@ from swapkv import (
     ProtocolError,
     SequenceState,
     SwapConfig,
+    SwapError,
     TransferError,
     Verify,
 )
@@ -38,6 +39,7 @@ from tests.kit.ranks import (
     PAGES,
     ObedientDevice,
     RanksWriter,
+    ScriptedRank,
     Workers,
     memory_ranks,
     no_thread_left,
@@ -314,6 +316,28 @@ async def test_worker_whose_copy_hangs_is_named_when_the_pool_is_closed() -> Non
             with pytest.raises(DrainTimeout, match="rank 1's copy-out"):
                 await opened_pool.close(0.5)
     workers.join()
+
+
+@pytest.mark.anyio
+async def test_lost_rank_stops_the_pool_before_what_waits_for_it_is_let_go() -> None:
+    """The other way round a reaper could tell the core of the end of a copy that has not ended."""
+    groups = memory_ranks(2)
+    ScriptedRank(groups[1]).hello(LAYOUT, [PAGES] * 2, HOST_BYTES)
+    async with open_ranked_pool(LAYOUT, ranks=groups[0], num_pages=PAGES, host_bytes=HOST_BYTES) as pool:
+        link = pool._device.link
+        release, stopped = link.release, []
+        waiter = pool._driver.waiters.add("event", "the loss")
+
+        def watched(cause: SwapError) -> None:
+            stopped.append(pool._driver._end is not None)
+            release(cause)
+
+        link.release = watched  # type: ignore[method-assign]
+        groups[1].channels[0].close()
+        with pytest.raises(RankLost):
+            await waiter.wait()
+    assert stopped
+    assert all(stopped)
 
 
 async def _preempt_until_closed(pool: RankedPool) -> None:

@@ -1,52 +1,48 @@
-"""How ranks begin, and what a worker does with a leader that is gone or wrong."""
+"""What a worker does: the leader is played, and hears of each end once it has come, never before."""
 
+import itertools
+import queue
 from collections.abc import Iterator
 from typing import Any
 
-import anyio
 import attrs
 import numpy as np
 import pytest
 
-from swapkv import (
-    HostDevice,
-    PagedMemory,
-    ProtocolError,
-    Verify,
-)
+from swapkv import HostDevice, PagedMemory, Verify
 from swapkv.errors import MalformedMessage
 from swapkv.fsm import commands
 from swapkv.ids import ChunkId, Fence, GroupId, HostOffset, Lane, LayerId, OpId, SeqId
-from swapkv.ranks import (
-    RankGroup,
-    RankLost,
-    RankOptions,
-    RankWorker,
-    open_ranked_pool,
-    open_ranked_stepped_pool,
-)
-from swapkv.ranks.agreement import agree
+from swapkv.ranks import RankLost
+from swapkv.ranks.hands import Hands, page_bases
 from swapkv.ranks.messages import (
     Ack,
     Agreed,
     Bye,
+    Clone,
     Close,
     Failed,
     Hello,
     Message,
+    OpenPromise,
     OpenStream,
     Outcome,
     Record,
+    Run,
     SetPromise,
     SubmitCopy,
+    UseUpGates,
     Wait,
 )
+from swapkv.streams.host import Work
+from swapkv.tiers.host import HostArena
+from swapkv.transfers import Transfers
 from tests.kit.ranks import (
     CHUNK_BYTES,
     HOST_BYTES,
     LAYOUT,
+    LONG_S,
     PAGES,
-    PATIENT,
     ScriptedRank,
     Workers,
     memory_ranks,
@@ -54,104 +50,10 @@ from tests.kit.ranks import (
 )
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
     with no_thread_left():
         yield
-
-
-def test_leader_with_memory_of_its_own_uses_the_first_pages() -> None:
-    groups = memory_ranks(2)
-    device = HostDevice()
-    memory = PagedMemory.allocate(LAYOUT, [PAGES] * 2, device)
-    workers = Workers(LAYOUT, groups, [5, 9], HOST_BYTES)
-    with open_ranked_stepped_pool(
-        LAYOUT, ranks=groups[0], num_pages=PAGES, host_bytes=HOST_BYTES, device=device, memory=memory
-    ) as pool:
-        assert [pages.total for pages in pool.statistics().pages] == [5, 9]
-        assert pool.memory.plane(0, "k").data_ptr() == memory.plane(0, "k").data_ptr()
-        assert len(pool.memory.plane(0, "k")) == 5
-    workers.join()
-
-
-@pytest.mark.anyio
-async def test_ranks_of_unlike_layouts_are_all_refused_by_field_and_rank() -> None:
-    groups = memory_ranks(3)
-    other = attrs.evolve(LAYOUT, chunk_tokens=16)
-    workers = Workers(LAYOUT, groups, PAGES, HOST_BYTES, {2: other})
-    named = r"chunk_tokens: 8 on ranks \[0, 1\], 16 on ranks \[2\]"
-    with pytest.raises(ProtocolError, match=named):
-        async with open_ranked_pool(LAYOUT, ranks=groups[0], num_pages=PAGES, host_bytes=HOST_BYTES):
-            pass
-    workers.join()
-    for rank in (1, 2):
-        with pytest.raises(ProtocolError, match=named):
-            raise workers.ended[rank]  # type: ignore[misc]
-
-
-def test_rank_that_calls_itself_another_is_refused() -> None:
-    own, other = (Hello(rank, 2 + rank, (1,), 0, {}) for rank in range(2))
-    with pytest.raises(ProtocolError, match="rank 1 of 2 calls itself 1 of 3"):
-        agree({0: own, 1: other}, Verify.NONE)
-
-
-def test_fields_that_one_rank_lacks_are_named() -> None:
-    own, other = Hello(0, 2, (1,), 0, {"x": "1"}), Hello(1, 2, (1,), 0, {})
-    with pytest.raises(ProtocolError, match=r"x: 1 on ranks \[0\], absent on ranks \[1\]"):
-        agree({0: own, 1: other}, Verify.NONE)
-
-
-def test_rank_that_does_not_come_is_named_and_the_others_are_let_go() -> None:
-    groups = memory_ranks(3)
-    workers = Workers(LAYOUT, groups[:2], PAGES, HOST_BYTES)
-    hasty = attrs.evolve(groups[0], options=attrs.evolve(PATIENT, start_timeout_s=2.0))
-    with (
-        pytest.raises(RankLost, match="rank 2 of 3"),
-        open_ranked_stepped_pool(LAYOUT, ranks=hasty, num_pages=PAGES, host_bytes=HOST_BYTES),
-    ):
-        pass
-    workers.join()
-    assert isinstance(workers.ended[1], ProtocolError)
-
-
-@pytest.mark.anyio
-async def test_cancelled_open_lets_the_ranks_go() -> None:
-    groups = memory_ranks(3)
-    workers = Workers(LAYOUT, groups[:2], PAGES, HOST_BYTES)
-    with anyio.CancelScope() as scope:
-        async with anyio.create_task_group() as tasks:
-
-            async def open_it() -> None:
-                async with open_ranked_pool(LAYOUT, ranks=groups[0], num_pages=PAGES, host_bytes=HOST_BYTES):
-                    raise AssertionError("rank 2 is not there")
-
-            tasks.start_soon(open_it)
-            await anyio.wait_all_tasks_blocked()
-            groups[2].channels[0].close()
-            scope.cancel()
-    workers.join()
-    assert isinstance(workers.ended[1], ProtocolError | RankLost)
-
-
-def test_group_with_the_wrong_channels_is_refused() -> None:
-    for rank, size in ((0, 2), (1, 2), (2, 2)):
-        with pytest.raises(ProtocolError, match="channels"):
-            RankGroup(rank=rank, size=size, channels={})
-    with pytest.raises(ProtocolError, match="rank 0 leads"):
-        RankWorker(LAYOUT, ranks=memory_ranks(1)[0], num_pages=1, host_bytes=0)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"heartbeat_s": 0.0}, {"deadline_s": -1.0}, {"heartbeat_s": 2.0, "deadline_s": 3.0}, {"backlog_max": 0}]
-)
-def test_options_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError):
-        RankOptions(**wrong)
 
 
 def played_leader() -> tuple[ScriptedRank, Workers]:
@@ -187,14 +89,22 @@ def test_worker_that_cannot_follow_says_so_and_ends(message: Message) -> None:
 
 
 def copy_out(
-    number: int, *, group: int = 0, layer: int = 0, pages: tuple[int, ...] = (0, 1), host: int = 0, **item: int
+    number: int,
+    *,
+    lane: Lane = Lane.OUT,
+    group: int = 0,
+    layer: int = 0,
+    pages: tuple[int, ...] = (0, 1),
+    host: int = 0,
+    after: tuple[int, ...] = (),
+    **item: int,
 ) -> SubmitCopy:
     """A copy of two pages to the begin of the host tier, or what a test makes of it."""
     whole = {"first": 0, "guard_first": 0, "guard_pages": 2} | item
     items = (commands.CopyItem(ChunkId(1), np.array(pages), host=HostOffset(host), **whole),)  # type: ignore[arg-type]
-    fence, layers = Fence(Lane.OUT, number), (LayerId(layer),)
-    copy = commands.Copy(OpId(number), Lane.OUT, fence, SeqId("a"), GroupId(group), layers, items, (), 1)
-    return SubmitCopy(number, copy, ())
+    fence, layers = Fence(lane, number), (LayerId(layer),)
+    copy = commands.Copy(OpId(number), lane, fence, SeqId("a"), GroupId(group), layers, items, (), 1)
+    return SubmitCopy(number, copy, after)
 
 
 @pytest.mark.parametrize(
@@ -220,3 +130,139 @@ def test_copy_that_leaves_a_workers_memory_is_refused_and_the_next_one_done(dama
     assert leader.hear(Bye) == Bye(())
     workers.join()
     assert workers.ended[1] is None
+
+
+def begun(leader: ScriptedRank) -> None:
+    """The worker has begun all that it was told, and an unrelated copy has gone there and back: nothing else has ended."""
+    number = next(NUMBERS)
+    leader.say(copy_out(number))
+    assert [leader.hear(Ack).number] == [number]
+
+
+def acks(leader: ScriptedRank, count: int) -> list[Ack]:
+    """The next acknowledgements, in the order in which the worker says them."""
+    return [leader.hear(Ack) for _ in range(count)]
+
+
+def let_go(leader: ScriptedRank, workers: Workers) -> None:
+    """The leader closes; the worker has nothing left that is stuck."""
+    leader.say(Close(int(LONG_S * 1000)))
+    assert leader.hear(Bye) == Bye(())
+    workers.join()
+    assert workers.ended[1] is None
+
+
+NUMBERS = itertools.count(1000)
+NOTHING = b'{"do": "launch_nothing"}'
+
+
+def test_worker_stream_waits_for_a_promise_until_it_is_kept() -> None:
+    leader, workers = played_leader()
+    for told in (OpenStream(0, "compute"), OpenPromise(1), Wait(0, 1, ""), Run(2, 0, NOTHING, ()), Record(0, 3)):
+        leader.say(told)
+    begun(leader)
+    leader.say(SetPromise(1, ""))
+    assert [(ack.number, ack.outcome) for ack in acks(leader, 2)] == [(2, Outcome.DONE), (3, Outcome.DONE)]
+    let_go(leader, workers)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_worker_stream_that_waited_for_a_failed_promise_fails_its_next_work_only(when: str) -> None:
+    leader, workers = played_leader()
+    leader.say(OpenStream(0, "compute"))
+    leader.say(OpenPromise(1))
+    if when == "after":
+        leader.say(SetPromise(1, "no layer"))
+    leader.say(Wait(0, 1, "no layer" if when == "after" else ""))
+    leader.say(Run(2, 0, NOTHING, ()))
+    leader.say(Run(3, 0, NOTHING, ()))
+    if when == "before":
+        leader.say(SetPromise(1, "no layer"))
+    first, second = acks(leader, 2)
+    assert (first.number, first.outcome) == (2, Outcome.FAILED)
+    assert "no layer" in first.reason or "an event that it waits for failed" in first.reason
+    assert (second.number, second.outcome) == (3, Outcome.DONE)
+    let_go(leader, workers)
+
+
+def test_worker_stream_whose_failed_gate_is_used_up_fails_nothing() -> None:
+    leader, workers = played_leader()
+    for told in (OpenStream(0, "compute"), Wait(0, 0, "no layer"), UseUpGates(0), Run(1, 0, NOTHING, ())):
+        leader.say(told)
+    assert acks(leader, 1)[0].outcome is Outcome.DONE
+    let_go(leader, workers)
+
+
+@pytest.mark.parametrize(("gate", "outcome"), [(0, Outcome.DONE), (-1, Outcome.FAILED), (1, Outcome.DONE)])
+def test_worker_forward_sees_its_gates_as_the_leader_does(gate: int, outcome: Outcome) -> None:
+    leader, workers = played_leader()
+    for told in (OpenStream(0, "compute"), OpenPromise(1), Run(2, 0, b'{"do": "pass_gates"}', (gate,))):
+        leader.say(told)
+    if gate > 0:
+        begun(leader)
+    leader.say(SetPromise(1, ""))
+    assert [(ack.number, ack.outcome) for ack in acks(leader, 1)] == [(2, outcome)]
+    let_go(leader, workers)
+
+
+def test_worker_copy_starts_after_the_forward_that_it_waits_for() -> None:
+    """The copy in is behind the record of a stream that a promise holds up."""
+    leader, workers = played_leader()
+    for told in (OpenStream(0, "compute"), OpenPromise(1), Wait(0, 1, ""), Run(2, 0, NOTHING, ()), Record(0, 3)):
+        leader.say(told)
+    leader.say(copy_out(4, lane=Lane.IN, after=(3,)))
+    begun(leader)
+    assert Work.SCATTER not in workers.devices[1].ran
+    leader.say(SetPromise(1, ""))
+    assert {ack.number for ack in acks(leader, 3)} == {2, 3, 4}
+    assert workers.devices[1].ran[-2:] == [Work.LAUNCH, Work.SCATTER]
+    let_go(leader, workers)
+
+
+def test_worker_clone_starts_after_the_copy_that_it_waits_for() -> None:
+    leader, workers = played_leader()
+    workers.devices[1].hold(Work.SCATTER)
+    pages = np.array([0]), np.array([1])
+    leader.say(OpenStream(0, "compute"))
+    leader.say(copy_out(1, lane=Lane.IN))
+    leader.say(Clone(2, 0, GroupId(0), *pages, (1,)))
+    begun(leader)
+    assert Work.CLONE not in workers.devices[1].ran
+    workers.devices[1].let_go()
+    assert {ack.number for ack in acks(leader, 2)} == {1, 2}
+    let_go(leader, workers)
+
+
+def test_worker_that_closes_does_not_call_a_stuck_copy_over() -> None:
+    leader, workers = played_leader()
+    workers.devices[1].hold(Work.GATHER)
+    leader.say(copy_out(1))
+    leader.say(Close(100))
+    last = leader.hear((Ack, Bye))
+    assert isinstance(last, Bye)
+    assert last.stuck == ("copy-out",)
+    workers.join()
+
+
+def test_worker_that_closes_fails_promises_that_were_not_kept() -> None:
+    leader, workers = played_leader()
+    for told in (OpenStream(0, "compute"), OpenPromise(1), Wait(0, 1, ""), Run(2, 0, NOTHING, ())):
+        leader.say(told)
+    let_go(leader, workers)
+
+
+def test_worker_forgets_events_that_are_reached() -> None:
+    told: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    device = HostDevice()
+    memory = PagedMemory.allocate(LAYOUT, [PAGES] * 2, device)
+    arena = HostArena(LAYOUT, device.allocate_pinned(HOST_BYTES))
+    transfers = Transfers(LAYOUT, memory, arena, device, Verify.NONE, page_bases([PAGES] * 2))
+    agreed = Agreed((PAGES,) * 2, HOST_BYTES, Verify.NONE)
+    hands = Hands(LAYOUT, 1, device, memory, transfers, agreed, told.put, None)
+    hands.carry_out(OpenStream(0, "compute"))
+    for number in range(1, 50):
+        hands.carry_out(Record(0, number) if number % 2 else copy_out(number, after=(number - 1,)))
+    for _ in range(1, 50):
+        told.get(timeout=LONG_S)
+    assert not hands._events
+    assert hands.close(LONG_S) == []

@@ -123,6 +123,7 @@ class ObedientDevice(HostDevice):
         super().__init__(name=name)
         self.failing: list[Work] = []
         self.held: dict[Work, threading.Event] = {}
+        self.ran: list[Work] = []
         self.pinned = torch.empty(0, dtype=torch.uint8)
 
     def allocate_pinned(self, num_bytes: int) -> torch.Tensor:
@@ -136,6 +137,7 @@ class ObedientDevice(HostDevice):
             self.failing.remove(operation.work)
             raise OSError("link down")
         super().execute(operation)
+        self.ran.append(operation.work)
 
     def hold(self, work: Work) -> None:
         self.held[work] = threading.Event()
@@ -171,6 +173,12 @@ class WorkerScript:
 
     def nothing(self, forward: WorkerForward) -> None:
         pass
+
+    def launch_nothing(self, forward: WorkerForward) -> None:
+        forward.launch(lambda: None)
+
+    def pass_gates(self, forward: WorkerForward) -> None:
+        forward.launch(lambda: [gate.wait() for gate in forward.gates])
 
     def fail(self, forward: WorkerForward, work: str) -> None:
         self._device.failing.append(Work(work))
