@@ -6,7 +6,7 @@ from swapkv.errors import ProtocolError
 
 
 class Extents:
-    """Hands out byte ranges of `[0, total)`.
+    """Hands out byte ranges of `[0, total)`. Finds room whenever a run of untaken bytes is long enough.
 
     Extents come in few sizes (one a layer group), so the free ones wait in a bin of their size; only when no bin and
     no untouched space serves are neighbours merged.
@@ -20,7 +20,8 @@ class Extents:
         self._taken: dict[int, int] = {}
 
     def allocate(self, size: int) -> int | None:
-        """The offset of a new extent of `size` bytes, or None when there is no room."""
+        """The offset of a new extent of `size` bytes, or None when there is no room in one piece."""
+        assert size > 0, "an extent has at least one byte"
         offset = self._find(size)
         if offset is not None:
             self._taken[offset] = size
