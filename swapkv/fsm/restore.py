@@ -211,12 +211,13 @@ def _progress(core: SwapCore, sequence: Sequence) -> None:
 
 def _publish(core: SwapCore, sequence: Sequence) -> None:
     """Everything has landed and was verified: the page table changes in one step."""
-    if sequence.step is None:
-        fill_tables(core, sequence)
     sequence.goal = Goal.ACTIVE
     sequence.fresh = True
     sequence.restored_ns = core.now_ns
     _over(core, sequence)
+    if sequence.step is None:
+        fill_tables(core, sequence)
+        edit.trim_window(core, sequence)
     core.emit(Restored(sequence.id))
 
 
