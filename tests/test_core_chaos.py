@@ -50,7 +50,13 @@ BIASED_CASES: dict[str, dict[str, Any]] = {
     "rush of many chunks": {"layout": ONE_PAGE_CHUNKS, "pages": [10], "config": FAST_AGING, "bias": RUSH},
     "windowed rush": {"layout": LONG_WINDOW, "pages": [9, 8], "config": FAST_AGING, "bias": RUSH},
     "rush of forks": {"layout": PLAIN, "pages": [8], "config": FAST_AGING, "bias": {**RUSH, "fork": 4}},
-    "host room in pieces": {"layout": UNEVEN, "pages": [10, 10], "host_chunks": 5, "config": SwapConfig()},
+    "host room in pieces": {
+        "layout": UNEVEN,
+        "pages": [24, 24],
+        "host_chunks": 8,
+        "config": SwapConfig(host_full=HostFull.REFUSE),
+        "bias": {"preempt": 12, "restore": 16, "grow": 4, "end_step": 16, **STAY},
+    },
     "one copy at a time, which hangs": {
         "layout": PLAIN,
         "pages": [10],
