@@ -2,10 +2,9 @@
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
-import attrs
 import pytest
 
 from swapkv import (
@@ -20,109 +19,18 @@ from swapkv import (
     TransferError,
     Verify,
 )
-from swapkv.errors import BudgetExhausted
 from swapkv.fsm import commands
-from swapkv.ranks import (
-    RankedSteppedPool,
-    RankLost,
-    RankOptions,
-    open_ranked_stepped_pool,
-)
 from swapkv.ranks.leader import RankStream
 from swapkv.ranks.link import RankEvent, split_checksums
-from swapkv.ranks.messages import (
-    Agreed,
-    Close,
-    Failed,
-    Message,
-    OpenPromise,
-    Outcome,
-    Record,
-    Run,
-    SetPromise,
-    SubmitCopy,
-    UseUpGates,
-    Wait,
-)
+from swapkv.ranks.messages import OpenPromise, Outcome, Record, Run, SetPromise, SubmitCopy, UseUpGates, Wait
 from tests import test_contract as contract
-from tests.kit.ranks import (
-    CONFIG,
-    HOST_BYTES,
-    LAYOUT,
-    LONG_S,
-    PAGES,
-    PATIENT,
-    ScriptedRank,
-    memory_ranks,
-    no_thread_left,
-)
-
-HASTY = RankOptions(heartbeat_s=0.02, deadline_s=0.3, start_timeout_s=LONG_S)
+from tests.kit.ranks import LONG_S, PAGES, no_thread_left, scripted
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
     with no_thread_left():
         yield
-
-
-class Scripted:
-    """A stepped pool whose workers are played by the test. `ranks[r]`: rank `r`, from 1."""
-
-    def __init__(self, pool: RankedSteppedPool, ranks: dict[int, ScriptedRank]) -> None:
-        self.pool = pool
-        self.ranks = ranks
-        self.link = pool._device.link
-
-    def append(self, name: str, tokens: int) -> None:
-        """A forward; every rank's part of it is over at once."""
-        with self.pool.forward({name: tokens}):
-            pass
-        for rank in self.ranks.values():
-            rank.ack(rank.hear(Record).number)
-        self.settle()
-        self.pool.poll()
-
-    def copies(self) -> dict[int, list[SubmitCopy]]:
-        """Every copy under way, as each rank is told of it. This rank's own part is over."""
-        for work in itertools.chain(*self.pool._driver._work.values()):
-            work.event.local.wait()  # type: ignore[attr-defined]
-        count = sum(self.pool._core.inflight)
-        return {number: [rank.hear(SubmitCopy) for _ in range(count)] for number, rank in self.ranks.items()}
-
-    def settle(self) -> None:
-        """All that the ranks have said has reached the pool: each says an odd, last thing, which is counted."""
-        before = self.link.counters["unknown_acks"]
-        for rank in self.ranks.values():
-            rank.ack(1 << 40)
-        with self.link.lock:
-            wanted = before + len(self.ranks)
-            assert self.link.lock.wait_for(lambda: self.link.counters["unknown_acks"] == wanted, LONG_S)
-
-    def owned(self) -> list[int]:
-        return [pages.owned for pages in self.pool.statistics().pages]
-
-    def is_lost(self) -> None:
-        """Wait until the pool has found a rank lost."""
-        with self.link.lock:
-            assert self.link.lock.wait_for(lambda: isinstance(self.link.end, RankLost), LONG_S)
-
-
-@contextmanager
-def scripted(size: int, config: SwapConfig = CONFIG, options: RankOptions = PATIENT) -> Iterator[Scripted]:
-    groups = memory_ranks(size, options)
-    ranks = {group.rank: ScriptedRank(group) for group in groups[1:]}
-    for rank in ranks.values():
-        rank.hello(LAYOUT, [PAGES] * 2, HOST_BYTES)
-    with open_ranked_stepped_pool(
-        LAYOUT, ranks=groups[0], num_pages=PAGES, host_bytes=HOST_BYTES, config=config
-    ) as pool:
-        pool.register("a", max_tokens=40)
-        try:
-            yield Scripted(pool, ranks)
-        finally:
-            for rank in ranks.values():  # they were only played: the pool need not wait for them
-                rank.channel.close()
 
 
 def pages_stay_held_until_all_have_acknowledged(order: tuple[int, ...]) -> None:
@@ -317,19 +225,6 @@ def test_forward_on_another_stream_waits_for_the_one_before_on_every_rank() -> N
         assert play.ranks[1].hear((Wait, Record)) == Wait(1, before.number, "")
 
 
-def test_work_of_a_lost_rank_ends_with_the_loss() -> None:
-    with scripted(2) as play, pytest.raises(RankLost), play.pool.forward({"a": 1}) as forward:  # noqa: PT012
-        work = play.pool.run_on_workers(forward, b"")
-        play.ranks[1].channel.close()
-        play.is_lost()
-        with pytest.raises(RankLost, match="rank 1 of 2"):
-            work.wait(LONG_S)
-        with pytest.raises(RankLost):
-            play.pool.run_on_workers(forward, b"")
-        with pytest.raises(RankLost):
-            play.pool.poll()
-
-
 def test_copy_that_this_rank_does_not_take_is_told_to_nobody() -> None:
     with scripted(2, SwapConfig()) as play:
         play.append("a", 4)
@@ -340,60 +235,6 @@ def test_copy_that_this_rank_does_not_take_is_told_to_nobody() -> None:
         assert isinstance(undone.cause, PoolClosed)
         play.link.tell(Record(0, 99))
         assert play.ranks[1].hear((SubmitCopy, Record)) == Record(0, 99)
-
-
-def test_workers_far_behind_refuse_copies_and_then_count_as_lost() -> None:
-    with scripted(2, SwapConfig(), attrs.evolve(PATIENT, backlog_max=4)) as play:
-        play.append("a", 4)
-        for _ in range(2):
-            with play.pool.forward({"a": 0}):
-                pass
-        play.pool.poll()
-        play.pool.preempt("a")
-        (undone,) = play.pool.poll()
-        assert isinstance(undone, commands.ParkUndone)
-        assert isinstance(undone.cause, BudgetExhausted)
-        with pytest.raises(RankLost, match="rank 1 of 2"):  # noqa: PT012
-            for _ in range(3):
-                with play.pool.forward({"a": 0}):
-                    pass
-            play.pool.poll()
-
-
-@pytest.mark.parametrize("broken", [b"", b"garbage", b"SKVR" + bytes(20)])
-def test_worker_that_talks_nonsense_is_lost(broken: bytes) -> None:
-    with scripted(3) as play:
-        play.append("a", 4)
-        play.pool.preempt("a")
-        play.copies()
-        play.ranks[2].channel.send(broken or b"\0", LONG_S)
-        play.is_lost()
-        with pytest.raises(RankLost, match="rank 2 of 3 is lost \\(MalformedMessage"):
-            play.pool.poll()
-
-
-@pytest.mark.parametrize("message", [Close(1), Agreed((1,), 1, Verify.NONE), Record(0, 1)])
-def test_worker_that_talks_like_a_leader_is_lost(message: Message) -> None:
-    with scripted(2) as play:
-        play.ranks[1].say(message)
-        play.is_lost()
-        with pytest.raises(RankLost, match="which only the leader says"):
-            play.pool.poll()
-
-
-def test_worker_that_cannot_go_on_is_lost_and_its_reason_told() -> None:
-    with scripted(2) as play:
-        play.ranks[1].say(Failed("OSError: no such device"))
-        play.is_lost()
-        with pytest.raises(RankLost, match=r"rank 1 of 2 .*no such device"):
-            play.pool.preempt("a")
-
-
-def test_worker_that_falls_silent_is_lost() -> None:
-    with scripted(2, options=HASTY) as play:
-        play.is_lost()
-        with pytest.raises(RankLost, match="rank 1 of 2 is lost \\(TimeoutError"):
-            play.pool.poll()
 
 
 def test_copy_that_one_rank_never_ends_is_quarantined_until_it_does() -> None:
@@ -416,22 +257,3 @@ def test_copy_that_one_rank_never_ends_is_quarantined_until_it_does() -> None:
         play.settle()
         play.pool.poll()
         assert all(pages.free == PAGES for pages in play.pool.statistics().pages)
-
-
-def test_core_of_a_lost_rank_does_not_hear_of_an_end() -> None:
-    """What the lost rank had to do may still be under way there: it has not ended, so its pages are nobody else's."""
-    with scripted(3) as play:
-        play.append("a", 20)
-        play.pool.preempt("a")
-        owned, ops = play.owned(), dict(play.pool._core.ops)
-        for told in play.copies()[1]:
-            play.ranks[1].ack(told.number)
-        play.ranks[2].channel.close()
-        play.is_lost()
-        for call in (play.pool.poll, lambda: play.pool.preempt("a"), lambda: play.pool.register("b", max_tokens=1)):
-            with pytest.raises(RankLost, match="rank 2 of 3"):
-                call()
-        assert play.owned() == owned
-        assert play.pool._core.ops == ops
-        with pytest.raises(RankLost):
-            play.pool.drain(1)

@@ -1,9 +1,15 @@
 """Ranks as two processes on gloo: the same commands on both, other bytes in each, and a rank that dies."""
 
+import itertools
+import json
+import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import anyio
+import attrs
 import pytest
 import torch.distributed as dist
 
@@ -20,8 +26,18 @@ from swapkv import (
     Verify,
 )
 from swapkv.config import HostFull
-from swapkv.ranks import RankLost, RankOptions, gloo_ranks, open_ranked_pool
-from tests.kit.ranks import HOST_BYTES, LAYOUT, PAGES, PATIENT, GlooPair, RanksWriter, no_thread_left
+from swapkv.ranks import RankGroup, RankLost, RankOptions, RankWorker, gloo_ranks, open_ranked_pool
+from tests.kit.ranks import (
+    HOST_BYTES,
+    LAYOUT,
+    LONG_S,
+    PAGES,
+    PATIENT,
+    ObedientDevice,
+    RanksWriter,
+    WorkerScript,
+    no_thread_left,
+)
 
 pytestmark = [
     pytest.mark.anyio,
@@ -29,7 +45,75 @@ pytestmark = [
 ]
 
 SLOTS_BYTES = sum(LAYOUT.chunk_bytes(g) for g in range(2))  # type: ignore[arg-type]
+LOOPBACK = "127.0.0.1"
 HASTY = RankOptions(heartbeat_s=0.1, deadline_s=3.0, start_timeout_s=60)
+
+
+class GlooPair:
+    """Two processes that meet over the loopback: this one leads, a child is rank 1. Rounds: a pool each.
+
+    The child takes the arguments of each round from the store, as JSON; None ends it.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._start()
+
+    def begin(self, options: RankOptions = PATIENT, **rest: int) -> RankGroup:
+        """Begin a round: the child makes a worker with the arguments `rest`. Returns this process's side."""
+        if not self._child.is_alive():
+            self._start()
+        self._tell({**rest, "options": attrs.asdict(options)})
+        return gloo_ranks(self._store, rank=0, size=2, hostname=LOOPBACK, options=options)
+
+    def strike(self, blow: signal.Signals) -> None:
+        """Send the child a signal."""
+        assert self._child.pid is not None
+        os.kill(self._child.pid, blow)
+        if blow is signal.SIGKILL:
+            self._child.join(LONG_S)
+
+    def ended(self) -> str:
+        """How the child's side of the last round ended: what it raised, or ""."""
+        return str(self._store.get(f"end {self._rounds}").decode())
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child.is_alive():
+            self._tell(None)
+        self._child.join(LONG_S)
+        assert not self._child.is_alive()
+
+    def _start(self) -> None:
+        self._rounds = 0
+        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        spawn = multiprocessing.get_context("spawn")
+        self._child = spawn.Process(target=serve_rounds, args=(self._store.port, self._layout), daemon=True)
+        self._child.start()
+
+    def _tell(self, arguments: dict[str, Any] | None) -> None:
+        self._rounds += 1
+        self._store.set(f"round {self._rounds}", json.dumps(arguments))
+
+
+def serve_rounds(port: int, layout: KVLayout) -> None:
+    """The child of a `GlooPair`."""
+    store = dist.TCPStore(LOOPBACK, port, is_master=False)
+    for number in itertools.count(1):
+        arguments: dict[str, Any] | None = json.loads(store.get(f"round {number}"))
+        if arguments is None:
+            return
+        options = RankOptions(**arguments.pop("options"))
+        ranks = gloo_ranks(store, rank=1, size=2, hostname=LOOPBACK, options=options)
+        device = ObedientDevice("host1")
+        script = WorkerScript(1, device, layout)
+        ended = ""
+        try:
+            with no_thread_left():
+                RankWorker(layout, ranks=ranks, device=device, forward=script, **arguments).run()
+        except (Exception, AssertionError) as error:
+            ended = f"{type(error).__name__}: {error}"
+        store.set(f"end {number}", ended)
 
 
 @pytest.fixture
@@ -200,7 +284,7 @@ async def test_rank_that_is_gone_is_lost_and_the_pool_closes(pair: GlooPair, blo
 async def test_rank_that_does_not_come_is_named() -> None:
     options = RankOptions(heartbeat_s=0.1, deadline_s=1.0, start_timeout_s=0.5)
     with pytest.raises(RankLost, match="rank 1 of 2 did not come"):
-        gloo_ranks(dist.HashStore(), rank=0, size=2, hostname="127.0.0.1", options=options)
+        gloo_ranks(dist.HashStore(), rank=0, size=2, hostname=LOOPBACK, options=options)
 
 
 def test_rank_beyond_the_size_is_refused() -> None:

@@ -23,12 +23,7 @@ from swapkv import (
     Verify,
 )
 from swapkv.config import HostFull
-from swapkv.ranks import (
-    RankedPool,
-    RankLost,
-    open_ranked_pool,
-    open_ranked_stepped_pool,
-)
+from swapkv.ranks import RankedPool, RankLost, open_ranked_pool, open_ranked_stepped_pool
 from swapkv.streams.host import Work
 from tests import test_contract as contract
 from tests.kit.ranks import (

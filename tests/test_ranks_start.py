@@ -7,33 +7,11 @@ import anyio
 import attrs
 import pytest
 
-from swapkv import (
-    HostDevice,
-    PagedMemory,
-    ProtocolError,
-    Verify,
-)
-from swapkv.ranks import (
-    RankGroup,
-    RankLost,
-    RankOptions,
-    RankWorker,
-    open_ranked_pool,
-    open_ranked_stepped_pool,
-)
+from swapkv import HostDevice, PagedMemory, ProtocolError, Verify
+from swapkv.ranks import RankGroup, RankLost, RankOptions, RankWorker, open_ranked_pool, open_ranked_stepped_pool
 from swapkv.ranks.agreement import agree
-from swapkv.ranks.messages import (
-    Hello,
-)
-from tests.kit.ranks import (
-    HOST_BYTES,
-    LAYOUT,
-    PAGES,
-    PATIENT,
-    Workers,
-    memory_ranks,
-    no_thread_left,
-)
+from swapkv.ranks.messages import Hello
+from tests.kit.ranks import HOST_BYTES, LAYOUT, PAGES, PATIENT, Workers, memory_ranks, no_thread_left
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from swapkv.errors import MalformedMessage, ProtocolError
+from swapkv.errors import ProtocolError
 from swapkv.ranks import messages
 from swapkv.ranks.messages import LAST, Message
 from swapkv.ranks.wire import decode, encode
@@ -150,7 +150,7 @@ class Peer:
         try:
             while (frame := self._next_frame()) is not None:
                 self._channel.send(frame, self._silence_s)
-        except OSError as error:
+        except Exception as error:  # whatever it is: who waits for this rank must hear of it
             self._fail(error)
 
     def _next_frame(self) -> bytes | None:
@@ -177,7 +177,7 @@ class Peer:
                         self._hear(self.rank, message)
                     if isinstance(message, LAST):
                         return
-        except (OSError, MalformedMessage) as error:
+        except Exception as error:  # as above
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:

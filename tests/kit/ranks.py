@@ -2,24 +2,28 @@
 
 import itertools
 import json
-import multiprocessing
-import os
 import queue
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import attrs
 import torch
-import torch.distributed as dist
 
 from swapkv import Forward, KVDtype, KVLayout, SwapConfig
 from swapkv.ids import GroupId
-from swapkv.ranks import RankedPool, RankGroup, RankOptions, RankWorker, WorkerForward, gloo_ranks
+from swapkv.ranks import (
+    RankedPool,
+    RankedSteppedPool,
+    RankGroup,
+    RankLost,
+    RankOptions,
+    RankWorker,
+    WorkerForward,
+    open_ranked_stepped_pool,
+)
 from swapkv.ranks.agreement import layout_fields
-from swapkv.ranks.messages import Ack, Alive, Hello, Message, Outcome
+from swapkv.ranks.messages import Ack, Alive, Hello, Message, Outcome, Record, SubmitCopy
 from swapkv.ranks.wire import decode, encode
 from swapkv.streams.host import HostDevice, Operation, Work
 from tests.kit.writing import token_bytes
@@ -27,7 +31,6 @@ from tests.kit.writing import token_bytes
 M = TypeVar("M")
 
 LONG_S = 60.0
-LOOPBACK = "127.0.0.1"
 LAYOUT = KVLayout.dense(
     num_layers=3,
     num_kv_heads=1,
@@ -334,68 +337,60 @@ def no_thread_left() -> Iterator[None]:
     assert not left, f"threads are left: {left}"
 
 
-class GlooPair:
-    """Two processes that meet over the loopback: this one leads, a child is rank 1. Rounds: a pool each.
+class Scripted:
+    """A stepped pool whose workers are played by the test. `ranks[r]`: rank `r`, from 1."""
 
-    The child takes the arguments of each round from the store, as JSON; None ends it.
-    """
+    def __init__(self, pool: RankedSteppedPool, ranks: dict[int, ScriptedRank]) -> None:
+        self.pool = pool
+        self.ranks = ranks
+        self.link = pool._device.link
 
-    def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
-        self._start()
+    def append(self, name: str, tokens: int) -> None:
+        """A forward; every rank's part of it is over at once."""
+        with self.pool.forward({name: tokens}):
+            pass
+        for rank in self.ranks.values():
+            rank.ack(rank.hear(Record).number)
+        self.settle()
+        self.pool.poll()
 
-    def begin(self, options: RankOptions = PATIENT, **rest: int) -> RankGroup:
-        """Begin a round: the child makes a worker with the arguments `rest`. Returns this process's side."""
-        if not self._child.is_alive():
-            self._start()
-        self._tell({**rest, "options": attrs.asdict(options)})
-        return gloo_ranks(self._store, rank=0, size=2, hostname=LOOPBACK, options=options)
+    def copies(self) -> dict[int, list[SubmitCopy]]:
+        """Every copy under way, as each rank is told of it. This rank's own part is over."""
+        for work in itertools.chain(*self.pool._driver._work.values()):
+            work.event.local.wait()  # type: ignore[attr-defined]
+        count = sum(self.pool._core.inflight)
+        return {number: [rank.hear(SubmitCopy) for _ in range(count)] for number, rank in self.ranks.items()}
 
-    def strike(self, blow: signal.Signals) -> None:
-        """Send the child a signal."""
-        assert self._child.pid is not None
-        os.kill(self._child.pid, blow)
-        if blow is signal.SIGKILL:
-            self._child.join(LONG_S)
+    def settle(self) -> None:
+        """All that the ranks have said has reached the pool: each says an odd, last thing, which is counted."""
+        before = self.link.counters["unknown_acks"]
+        for rank in self.ranks.values():
+            rank.ack(1 << 40)
+        with self.link.lock:
+            wanted = before + len(self.ranks)
+            assert self.link.lock.wait_for(lambda: self.link.counters["unknown_acks"] == wanted, LONG_S)
 
-    def ended(self) -> str:
-        """How the child's side of the last round ended: what it raised, or ""."""
-        return str(self._store.get(f"end {self._rounds}").decode())
+    def owned(self) -> list[int]:
+        return [pages.owned for pages in self.pool.statistics().pages]
 
-    def close(self) -> None:
-        """End the child."""
-        if self._child.is_alive():
-            self._tell(None)
-        self._child.join(LONG_S)
-        assert not self._child.is_alive()
-
-    def _start(self) -> None:
-        self._rounds = 0
-        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        spawn = multiprocessing.get_context("spawn")
-        self._child = spawn.Process(target=serve_rounds, args=(self._store.port, self._layout), daemon=True)
-        self._child.start()
-
-    def _tell(self, arguments: dict[str, Any] | None) -> None:
-        self._rounds += 1
-        self._store.set(f"round {self._rounds}", json.dumps(arguments))
+    def is_lost(self) -> None:
+        """Wait until the pool has found a rank lost."""
+        with self.link.lock:
+            assert self.link.lock.wait_for(lambda: isinstance(self.link.end, RankLost), LONG_S)
 
 
-def serve_rounds(port: int, layout: KVLayout) -> None:
-    """The child of a `GlooPair`."""
-    store = dist.TCPStore(LOOPBACK, port, is_master=False)
-    for number in itertools.count(1):
-        arguments: dict[str, Any] | None = json.loads(store.get(f"round {number}"))
-        if arguments is None:
-            return
-        options = RankOptions(**arguments.pop("options"))
-        ranks = gloo_ranks(store, rank=1, size=2, hostname=LOOPBACK, options=options)
-        device = ObedientDevice("host1")
-        script = WorkerScript(1, device, layout)
-        ended = ""
+@contextmanager
+def scripted(size: int, config: SwapConfig = CONFIG, options: RankOptions = PATIENT) -> Iterator[Scripted]:
+    groups = memory_ranks(size, options)
+    ranks = {group.rank: ScriptedRank(group) for group in groups[1:]}
+    for rank in ranks.values():
+        rank.hello(LAYOUT, [PAGES] * 2, HOST_BYTES)
+    with open_ranked_stepped_pool(
+        LAYOUT, ranks=groups[0], num_pages=PAGES, host_bytes=HOST_BYTES, config=config
+    ) as pool:
+        pool.register("a", max_tokens=40)
         try:
-            with no_thread_left():
-                RankWorker(layout, ranks=ranks, device=device, forward=script, **arguments).run()
-        except (Exception, AssertionError) as error:
-            ended = f"{type(error).__name__}: {error}"
-        store.set(f"end {number}", ended)
+            yield Scripted(pool, ranks)
+        finally:
+            for rank in ranks.values():  # they were only played: the pool need not wait for them
+                rank.channel.close()
