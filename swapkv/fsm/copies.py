@@ -43,22 +43,37 @@ def cut(core: SwapCore, chunks: list[Chunk], pages: dict[ChunkId, int], order: R
     """Cut chunks × all layers into segments of about `segment_bytes`.
 
     `pages[chunk.id]`: pages to move of each chunk. LAYER_MAJOR: every chunk's first layers before any chunk's next.
+    CHUNK_MAJOR: all layers of a chunk before the next; chunks that fit whole go together.
     """
     blocks = list(_layer_blocks(core, chunks, pages, order))
-    for group, low, high in blocks:
-        layers = core.layout.groups[group].layers[low:high]
-        page_bytes = sum(core.layout.layer_bytes[layer] for layer in layers)
-        run: list[Chunk] = []
-        run_bytes = 0
-        for chunk in (c for c in chunks if c.group == group):
-            chunk_bytes = pages[chunk.id] * page_bytes
-            if run and run_bytes + chunk_bytes > core.config.segment_bytes:
-                yield Segment(group, run, low, high, run_bytes)
-                run, run_bytes = [], 0
-            run.append(chunk)
-            run_bytes += chunk_bytes
-        if run:
+    if order is RestoreOrder.LAYER_MAJOR:
+        for block in blocks:
+            yield from _segments(core, [c for c in chunks if c.group == block[0]], pages, block)
+        return
+    for group in sorted({chunk.group for chunk in chunks}):
+        own, own_blocks = [c for c in chunks if c.group == group], [b for b in blocks if b[0] == group]
+        for run in [own] if len(own_blocks) == 1 else [[c] for c in own]:
+            for block in own_blocks:
+                yield from _segments(core, run, pages, block)
+
+
+def _segments(
+    core: SwapCore, chunks: list[Chunk], pages: dict[ChunkId, int], block: tuple[GroupId, int, int]
+) -> Iterator[Segment]:
+    """Runs of chunks of one group, all with the layers `[low, high)`, of about `segment_bytes` each."""
+    group, low, high = block
+    page_bytes = sum(core.layout.layer_bytes[layer] for layer in core.layout.groups[group].layers[low:high])
+    run: list[Chunk] = []
+    run_bytes = 0
+    for chunk in chunks:
+        chunk_bytes = pages[chunk.id] * page_bytes
+        if run and run_bytes + chunk_bytes > core.config.segment_bytes:
             yield Segment(group, run, low, high, run_bytes)
+            run, run_bytes = [], 0
+        run.append(chunk)
+        run_bytes += chunk_bytes
+    if run:
+        yield Segment(group, run, low, high, run_bytes)
 
 
 def _layer_blocks(
