@@ -19,7 +19,7 @@ SPREAD_MAX = 0.1
 MEANINGS = {
     "idle s": "seconds in which nothing could run because all waited for swaps",
     "recomputed": "tokens whose KV was there and was computed once more",
-    "exact": "requests that ended with the tokens and KV bytes of the twin",
+    "exact": "requests with the twin's tokens and KV bytes; what is recomputed rounds differently",
 }
 
 
