@@ -115,21 +115,29 @@ def settle(core: SwapCore, sequence: Sequence) -> None:
 
 def grant(core: SwapCore) -> None:
     """Give pages to the restores that wait for them, as `budget.grants` plans."""
-    if core.waiting_steps:
-        return
+    again = not core.waiting_steps
+    while again:
+        again = _grant_as_planned(core)
+
+
+def _grant_as_planned(core: SwapCore) -> bool:
+    """One round. True: pages were given back at once, and another round is due, or the head would wait in vain."""
     queue = [s for s in in_order(core) if s.restore is not None and s.restore.waiting and core.wants_device(s)]
     if not queue:
-        return
+        return False
     groups = list(core.groups())
     waiting = [_as_waiting(core, s) for s in queue]
     plan = grants.plan(waiting, [core.ledger.available(g) for g in groups], [core.coming(g) for g in groups])
+    again = False
     for sequence, answer in zip(queue, plan, strict=True):
         if answer is grants.Grant.REVOKE:
             revoke(core, sequence)
+            again = again or core.wants_device(sequence)
         elif answer is grants.Grant.ALL:
             _take_pages(core, sequence, RestoreOrder.LAYER_MAJOR)
         elif answer is grants.Grant.SOME and core.config.restore_order is not RestoreOrder.LAYER_MAJOR:
             _take_pages(core, sequence, RestoreOrder.CHUNK_MAJOR)
+    return again
 
 
 def revoke(core: SwapCore, sequence: Sequence) -> None:
