@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from swapkv.budget.admission import Need, need_while_shared, peak_need, refuse_what_never_fits
 from swapkv.config import HostFull, SwapConfig
 from swapkv.errors import NeverFits
-from swapkv.fsm import events, steps
+from swapkv.fsm import edit, events
 from swapkv.fsm.core import SwapCore
 from swapkv.ids import Lane, SeqId
 from swapkv.layout import KVLayout
@@ -90,7 +90,7 @@ def test_sequence_that_shared_a_longer_chunk_gets_its_pages() -> None:
 
 
 def test_sequence_that_does_not_tidy_up_first_is_refused_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_tidy", lambda core, step: None)
+    monkeypatch.setattr(edit, "tidy", lambda core, sequence: None)
     with pytest.raises(AssertionError, match="no forward of a"):
         append_to_what_a_fork_left_behind()
 

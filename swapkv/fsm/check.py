@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from swapkv.fsm.records import NO_PAGE, Chunk, Goal, Sequence
+from swapkv.fsm.restore import in_order
 from swapkv.fsm.transitions import ON_DEVICE, ChunkState
-from swapkv.ids import Lane
+from swapkv.ids import GroupId, Lane
 
 if TYPE_CHECKING:
     from swapkv.fsm.core import SwapCore
@@ -25,6 +26,7 @@ def check(core: SwapCore) -> None:
     _check_host(core)
     _check_ops(core)
     _check_steps(core)
+    _check_head(core)
 
 
 def _check_owners(core: SwapCore) -> None:
@@ -124,6 +126,20 @@ def _check_ops(core: SwapCore) -> None:
 def _check_steps(core: SwapCore) -> None:
     pinned = {name: step.id for step in core.steps.values() if step.granted for name in step.appends}
     assert pinned == {s.id: s.step for s in core.sequences.values() if s.step is not None}, "a pin without a forward"
+
+
+def _check_head(core: SwapCore) -> None:
+    """Nobody waits for pages that are there."""
+    if core.waiting_steps:
+        return
+    for sequence in in_order(core):
+        if sequence.restore is not None and sequence.restore.waiting and core.wants_device(sequence):
+            needed = [0] * len(core.layout.groups)
+            for chunk in sequence.restore.waiting:
+                needed[chunk.group] += core.layout.pages_for(chunk.tokens) - chunk.first_live
+            lacks = any(pages > core.ledger.available(GroupId(group)) for group, pages in enumerate(needed))
+            assert lacks, f"restore of {sequence.id!r} waits for pages that are there"
+            return
 
 
 def _shared(sequence: Sequence) -> bool:

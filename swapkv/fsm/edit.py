@@ -148,9 +148,8 @@ def shorten(core: SwapCore, chunk: Chunk, tokens: int) -> None:
 
 
 def tidy(core: SwapCore, sequence: Sequence) -> None:
-    """Let go of pages that a sequence at rest on the device will not use again.
-
-    That is what a shared chunk kept for the others that are gone: pages behind the window, and beyond the last token.
+    """Let go of pages that a sequence at rest on the device will not use again: behind the window, and those beyond its
+    last token that a chunk kept for others who shared it.
     """
     if sequence.goal is not Goal.ACTIVE or sequence.step is not None:
         return
@@ -159,6 +158,13 @@ def tidy(core: SwapCore, sequence: Sequence) -> None:
         tail = open_tail(core, sequence, group)
         if tail is not None and len(tail.refs) == 1:
             shorten(core, tail, tokens_in(core, sequence, tail))
+
+
+def trim_window(core: SwapCore, sequence: Sequence) -> None:
+    """Let go of pages that no later token will read."""
+    for group in core.groups():
+        if core.layout.groups[group].window is not None:
+            _trim(core, sequence, group, core.layout.first_needed_page(group, sequence.tokens))
 
 
 def open_tail(core: SwapCore, sequence: Sequence, group: GroupId) -> Chunk | None:
@@ -193,16 +199,11 @@ def take_from(core: SwapCore, chunk: Chunk, sequence: Sequence) -> Chunk:
     return own
 
 
-def trim_window(core: SwapCore, sequence: Sequence) -> None:
-    """Let go of pages that no later token will read."""
-    for group in core.groups():
-        if core.layout.groups[group].window is not None:
-            _trim(core, sequence, group, core.layout.first_needed_page(group, sequence.tokens))
-
-
 def unref(core: SwapCore, chunk: Chunk, sequence: Sequence) -> None:
     """The sequence does not need the chunk any more; without any other it is dropped."""
     del chunk.refs[sequence.id]
+    if len(chunk.refs) == 1:
+        tidy(core, core.sequences[next(iter(chunk.refs))])
     if chunk.refs:
         offload.let_leave(core, chunk)
         return

@@ -115,12 +115,11 @@ def settle(core: SwapCore, sequence: Sequence) -> None:
 
 def grant(core: SwapCore) -> None:
     """Give pages to the restores that wait for them, as `budget.grants` plans."""
-    again = not core.waiting_steps
-    while again:
-        again = _grant_as_planned(core)
+    while not core.waiting_steps and _grant(core):
+        pass
 
 
-def _grant_as_planned(core: SwapCore) -> bool:
+def _grant(core: SwapCore) -> bool:
     """One round. True: pages were given back at once, and another round is due, or the head would wait in vain."""
     queue = [s for s in in_order(core) if s.restore is not None and s.restore.waiting and core.wants_device(s)]
     if not queue:
@@ -128,16 +127,16 @@ def _grant_as_planned(core: SwapCore) -> bool:
     groups = list(core.groups())
     waiting = [_as_waiting(core, s) for s in queue]
     plan = grants.plan(waiting, [core.ledger.available(g) for g in groups], [core.coming(g) for g in groups])
-    again = False
+    came = False
     for sequence, answer in zip(queue, plan, strict=True):
         if answer is grants.Grant.REVOKE:
             revoke(core, sequence)
-            again = again or core.wants_device(sequence)
+            came |= core.wants_device(sequence)
         elif answer is grants.Grant.ALL:
             _take_pages(core, sequence, RestoreOrder.LAYER_MAJOR)
         elif answer is grants.Grant.SOME and core.config.restore_order is not RestoreOrder.LAYER_MAJOR:
             _take_pages(core, sequence, RestoreOrder.CHUNK_MAJOR)
-    return again
+    return came
 
 
 def revoke(core: SwapCore, sequence: Sequence) -> None:
@@ -225,7 +224,7 @@ def _publish(core: SwapCore, sequence: Sequence) -> None:
     _over(core, sequence)
     if sequence.step is None:
         fill_tables(core, sequence)
-        edit.trim_window(core, sequence)
+        edit.tidy(core, sequence)
     core.emit(Restored(sequence.id))
 
 

@@ -27,7 +27,6 @@ def begin(core: SwapCore, event: events.BeginStep) -> None:
     for sequence in sequences:
         _refuse_if_busy(core, sequence, event.appends[sequence.id])
     step = Step(id=event.step, appends=dict(event.appends), arrived_ns=core.now_ns)
-    _tidy(core, step)
     lack = _lack(core, step)
     if lack and not _may_come(core, lack):
         raise _exhausted(core, step, lack)
@@ -58,8 +57,7 @@ def end(core: SwapCore, event: events.EndStep) -> None:
         else:
             _commit(core, sequence, count, fence)
         sequence.step = None
-        if sequence.restore is None:
-            edit.trim_window(core, sequence)
+        edit.tidy(core, sequence)
     _after(core, step)
 
 
@@ -73,6 +71,7 @@ def void(core: SwapCore, event: events.VoidStep) -> None:
             core.ledger.note_write(fence, pages)
         sequence.step = None
         edit.cut_tokens(core, sequence, sequence.tokens)
+        edit.tidy(core, sequence)
     _after(core, step)
 
 
@@ -80,7 +79,6 @@ def grant(core: SwapCore) -> None:
     """Grant waiting forwards in their order; refuse the first one if its pages will not come."""
     while core.waiting_steps:
         step = core.waiting_steps[0]
-        _tidy(core, step)
         lack = _lack(core, step)
         if not lack:
             core.waiting_steps.popleft()
@@ -149,12 +147,6 @@ def _owns_tail(core: SwapCore, sequence: Sequence) -> bool:
     """Whether appending needs no copy of a shared tail."""
     tails = [edit.open_tail(core, sequence, group) for group in core.groups()]
     return all(t is None or (len(t.refs) == 1 and t.tokens == edit.tokens_in(core, sequence, t)) for t in tails)
-
-
-def _tidy(core: SwapCore, step: Step) -> None:
-    """Before more pages are asked for, those go that are not needed any more."""
-    for name in step.appends:
-        edit.tidy(core, core.sequences[name])
 
 
 def _lack(core: SwapCore, step: Step) -> dict[GroupId, int]:
@@ -258,8 +250,9 @@ def _make_writable(core: SwapCore, sequence: Sequence, tail: Chunk) -> tuple[Fen
     The answer is what a writer of it waits for; while it is being restored, the gates of its layers say that.
     """
     tokens = edit.tokens_in(core, sequence, tail)
-    if not edit.costs_copy(core, tail, sequence):
-        tail = tail if len(tail.refs) == 1 else edit.take_from(core, tail, sequence)
+    if len(tail.refs) > 1 and not edit.costs_copy(core, tail, sequence):
+        tail = edit.take_from(core, tail, sequence)
+    if len(tail.refs) == 1:
         edit.shorten(core, tail, tokens)
         if sequence.restore is not None:
             return ()
