@@ -2,53 +2,18 @@
 
 import pytest
 
-from swapkv.config import SECOND_NS, HostFull, SwapConfig
-from swapkv.errors import DrainTimeout, HostTierFull, KVEvicted, ProtocolError, TransferError
+from swapkv.config import SECOND_NS, SwapConfig
+from swapkv.errors import ProtocolError, TransferError
 from swapkv.fsm import commands, events, offload
-from swapkv.fsm.core import SwapCore
 from swapkv.fsm.queries import SequenceState, victims
 from swapkv.fsm.records import Goal
 from swapkv.fsm.transitions import ChunkState
-from swapkv.ids import Fence, GroupId, Lane, OpId, SeqId
-from swapkv.layout import KVLayout
+from swapkv.ids import Fence, Lane, OpId, SeqId
 from tests.faults.stage import GROUP, PLAIN, SMALL_COPIES, Stage
 from tests.kit import guards
+from tests.kit.scenes import PAGE_BYTES, copies, news, states, table, trip, with_tokens
 
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
-PAGE_BYTES = PLAIN.page_bytes(GROUP)
-
-
-def with_tokens(tokens: int, stage: Stage | None = None, name: str = "a") -> Stage:
-    """A sequence on the device with some tokens, all computed."""
-    stage = stage or Stage()
-    stage.register(name)
-    stage.append(name, tokens)
-    stage.come_to_rest()
-    return stage
-
-
-def copies(stage: Stage, lane: Lane = Lane.OUT) -> list[commands.Copy]:
-    return [news for news in stage.news if isinstance(news, commands.Copy) and news.lane is lane]
-
-
-def news(stage: Stage, kind: type) -> list[commands.Command]:
-    return [told for told in stage.news if isinstance(told, kind)]
-
-
-def table(stage: Stage, name: str = "a") -> list[int]:
-    return stage.core.sequences[SeqId(name)].tables[0].pages.tolist()
-
-
-def states(stage: Stage, name: str = "a") -> set[ChunkState]:
-    return {chunk.state for chunk in stage.core.sequences[SeqId(name)].live_chunks()}
-
-
-def trip(stage: Stage, name: str = "a") -> None:
-    """Off the device and back."""
-    assert stage.preempt(name)
-    stage.come_to_rest()
-    assert stage.restore(name)
-    stage.come_to_rest()
 
 
 def test_preempt_keeps_every_page_until_the_last_copy_has_landed_then_all_leave_at_once() -> None:
@@ -288,100 +253,9 @@ def test_finish_while_leaving_drains_then_gives_everything_back() -> None:
     assert not stage.told(commands.Gone, "a")
     stage.come_to_rest()
     (undone,) = news(stage, commands.ParkUndone)
-    assert "was finished while it was being preempted" in str(undone.cause)  # type: ignore[union-attr]
+    assert "was finished while it was being preempted" in str(undone.cause)
     assert stage.told(commands.Gone, "a")
     assert (stage.free, stage.core.host.used) == (8, 0)
-
-
-def test_spare_host_copies_are_reclaimed_before_anybody_is_refused() -> None:
-    stage = with_tokens(7, Stage(pages=8, host_chunks=2))
-    trip(stage)
-    assert stage.core.host.used == stage.core.host.total, "a is on the device and has a copy too"
-    with_tokens(4, stage, "b")
-    assert stage.preempt("b")
-    stage.come_to_rest()
-    assert stage.core.counters["reclaimed_copies"] == 1
-    assert stage.state("b") is SequenceState.OFFLOADED
-    assert stage.preempt("a"), "it goes by recompute, as its copy is gone"
-    assert stage.state("a") is SequenceState.EVICTED
-
-
-def test_host_room_in_pieces_is_reclaimed_until_each_chunk_has_its_slot() -> None:
-    """Two groups, of 1 and 3 layers: room for a large slot may be there only once small neighbours are given up."""
-    layout = KVLayout.dense(
-        num_layers=4, num_kv_heads=1, head_dim=4, page_size=2, chunk_tokens=4, windows=[64, None, None, None]
-    )
-    stage = Stage(pages=12, layout=layout)
-    small, large = (layout.chunk_bytes(GroupId(g)) for g in range(2))
-    assert large == 3 * small
-    config = SwapConfig(segment_bytes=1, host_full=HostFull.REFUSE)
-    stage.core = SwapCore(layout, [12, 12], 3 * (small + large), config)
-    stage.device.core = stage.core
-    for name in "abc":
-        with_tokens(4, stage, name)
-        trip(stage, name)
-    host = stage.core.host
-    assert host.used == host.total
-    for chunk in [c for c in stage.core.copied.values() if c.group == 0]:
-        stage.core.free_slot(chunk)
-    assert host.total - host.used == large, "enough bytes, but in three pieces"
-    with_tokens(4, stage, "d")
-    assert stage.preempt("d")
-    stage.come_to_rest()
-    assert stage.state("d") is SequenceState.OFFLOADED
-
-
-def test_full_host_that_may_recompute_drops_the_kv_and_says_so() -> None:
-    stage = with_tokens(7, Stage(host_chunks=1))
-    assert stage.preempt("a")
-    assert news(stage, commands.Parked) == [commands.Parked(A, commands.PreemptOutcome.RECOMPUTE)]
-    assert (stage.state("a"), stage.free) == (SequenceState.EVICTED, 8)
-    assert stage.core.counters["evicted_tokens"] == 7
-    with pytest.raises(KVEvicted, match="has no KV: reset it"):
-        stage.core.handle(events.Preempt(A), 0)
-
-
-def test_full_host_that_may_not_recompute_refuses_by_number_and_changes_nothing() -> None:
-    stage = with_tokens(4, Stage(host_chunks=2, config=SwapConfig(segment_bytes=1, host_full=HostFull.REFUSE)))
-    stage.parked("b", 8)
-    with pytest.raises(
-        HostTierFull, match=r"needs 128 bytes of host memory, 0 of 256 are free: .* host_full=RECOMPUTE"
-    ):
-        stage.core.handle(events.Preempt(A), 0)
-    assert stage.state("a") is SequenceState.GPU_RESIDENT
-    assert stage.core.counters["host_full_refusals"] == 1
-    stage.reads("a")
-
-
-def test_hung_offload_is_given_up_and_its_slot_is_kept_from_others_until_it_ends() -> None:
-    stage = with_tokens(7, Stage(config=SwapConfig(segment_bytes=1, copy_deadline_ns=10)))
-    stage.fate = lambda copy: "hang"
-    assert stage.preempt("a")
-    stage.now_ns += 10
-    assert stage.do(events.Tick())
-    (undone,) = news(stage, commands.ParkUndone)
-    assert isinstance(undone.cause, DrainTimeout)  # type: ignore[union-attr]
-    assert (stage.state("a"), stage.core.host.used) == (SequenceState.GPU_RESIDENT, 2 * PLAIN.chunk_bytes(GROUP))
-    assert stage.finish("a")
-    assert stage.core.ledger.quarantined(GROUP) == 4, "the copy may still read them"
-    stage.unhang()
-    stage.come_to_rest()
-    assert (stage.free, stage.core.host.used) == (8, 0)
-    assert stage.core.counters["late_completions"] == 4
-
-
-def test_preempt_behind_copies_that_hang_and_fill_the_lane_gives_up_at_once() -> None:
-    stage = with_tokens(2, Stage(config=SwapConfig(segment_bytes=1, copy_deadline_ns=10, ops_per_lane=2)))
-    with_tokens(2, stage, "b")
-    stage.fate = lambda copy: "hang"
-    assert stage.preempt("a")
-    stage.now_ns += 10
-    assert stage.do(events.Tick())
-    assert stage.preempt("b")
-    undone = news(stage, commands.ParkUndone)[-1]
-    assert undone.sequence == B  # type: ignore[union-attr]
-    assert "2 copies hang on lane OUT" in str(undone.cause)  # type: ignore[union-attr]
-    assert not stage.core.offloads
 
 
 def test_offload_budget_spaces_the_copies_and_asks_to_be_woken() -> None:
