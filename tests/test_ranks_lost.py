@@ -2,16 +2,17 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import pytest
 
-from swapkv import SwapConfig, Verify
+from swapkv import DrainTimeout, PoolClosed, SwapConfig, Verify
 from swapkv.errors import BudgetExhausted
 from swapkv.fsm import commands
 from swapkv.ranks import RankLost, RankOptions
 from swapkv.ranks.link import Link
-from swapkv.ranks.messages import Ack, Agreed, Close, Failed, Message, Record
+from swapkv.ranks.messages import Ack, Agreed, Bye, Close, Failed, Message, Record
 from tests.kit.ranks import LONG_S, PATIENT, no_thread_left, scripted
 
 HASTY = RankOptions(heartbeat_s=0.02, deadline_s=0.3, start_timeout_s=LONG_S)
@@ -138,3 +139,28 @@ def test_core_of_a_lost_rank_does_not_hear_of_an_end() -> None:
         assert play.pool._core.ops == ops
         with pytest.raises(RankLost):
             play.pool.drain(1)
+
+
+def test_rank_that_is_lost_in_the_close_does_not_cut_the_others_short() -> None:
+    with scripted(3) as play, ThreadPoolExecutor(1) as threads:
+        closed = threads.submit(play.pool.close)
+        play.ranks[1].hear(Close)
+        play.ranks[1].channel.close()
+        with play.link.lock:
+            assert play.link.lock.wait_for(lambda: 1 in play.link._gone, LONG_S)
+        play.ranks[2].hear(Close)
+        play.ranks[2].say(Bye(("copy-out",)))
+        with pytest.raises(DrainTimeout, match="rank 2's copy-out"):
+            closed.result(LONG_S)
+
+
+def test_ranks_that_say_good_bye_close_the_pool_cleanly_and_once() -> None:
+    with scripted(3) as play, ThreadPoolExecutor(1) as threads:
+        closed = threads.submit(play.pool.close)
+        for rank in play.ranks.values():
+            assert rank.hear(Close).timeout_ms == 8000
+            rank.say(Bye(()))
+        closed.result(LONG_S)
+        assert play.pool._device.close(LONG_S) == []
+        with pytest.raises(PoolClosed):
+            play.pool.poll()

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from swapkv import Verify
 from swapkv.errors import MalformedMessage, ProtocolError
-from swapkv.fsm.commands import Copy, CopyItem
+from swapkv.fsm.commands import ClonePages, Copy, CopyItem
 from swapkv.ids import ChunkId, Fence, GroupId, HostOffset, Lane, LayerId, OpId, SeqId
 from swapkv.ranks import messages
+from swapkv.ranks.leader import RankDevice, RankStream, RankTransfers
+from swapkv.ranks.link import RankPromise
 from swapkv.ranks.messages import Message, Outcome
 from swapkv.ranks.wire import FRAME_BYTES_MAX, MAGIC, VERSION, decode, encode
+from swapkv.streams.base import ComputeStream, Device, Promise
+from swapkv.transfers import Transfers
 
 INT = st.integers(0, (1 << 63) - 1)
 SMALL = st.integers(0, 1 << 20)
@@ -93,6 +97,25 @@ def plain(thing: Any) -> Any:
 def test_every_message_has_a_strategy_here() -> None:
     strategies = {s.wrapped_strategy.target for s in MESSAGE.original_strategies}  # type: ignore[attr-defined]
     assert strategies == set(Message.__args__)  # type: ignore[attr-defined]
+
+
+def test_wire_carries_every_field_of_a_copy() -> None:
+    """A field that is added to a command has to be added to the wire, or said here not to concern workers."""
+    items = {field.name for field in attrs.fields(CopyItem)}
+    assert items == {"chunk", "pages", "first", "host", "guard_first", "guard_pages", "checksums", "sealed"}
+    copy = {field.name for field in attrs.fields(Copy)} - {"after"}  # which goes as numbers
+    assert copy == {"op", "lane", "fence", "sequence", "group", "layers", "items", "num_bytes"}
+    clone = {field.name for field in attrs.fields(ClonePages)} - {"after", "step", "fence"}
+    assert clone == {"group", "source", "target"}
+
+
+def test_workers_are_told_of_whatever_moves_bytes() -> None:
+    """A method that is added to `Transfers` has to be mirrored, or said here to be of one rank."""
+    public = {name for name in vars(Transfers) if not name.startswith("_")}
+    assert public - {"rows"} == {name for name in vars(RankTransfers) if not name.startswith("_")}
+    for mirrored, protocol in ((RankStream, ComputeStream), (RankDevice, Device), (RankPromise, Promise)):
+        wanted = {name for base in protocol.__mro__ for name in vars(base) if not name.startswith("_")}
+        assert wanted - {"name"} <= set(vars(mirrored))
 
 
 @given(st.lists(MESSAGE, min_size=1, max_size=3))

@@ -99,6 +99,7 @@ class RankDevice:
         self.local = local
         self.link = link
         self._streams = 0
+        self._stuck: list[str] | None = None
 
     def create_stream(self, name: str) -> RankStream:
         """A compute stream on every rank."""
@@ -125,10 +126,12 @@ class RankDevice:
 
     def close(self, timeout_s: float) -> list[str]:
         """See `Device.close`: on every rank, this one and the workers at the same time."""
-        until_s = time.monotonic() + timeout_s
-        self.link.ask_close(timeout_s)
-        stuck = self.local.close(timeout_s)
-        return stuck + self.link.close(max(0.0, until_s - time.monotonic()))
+        if self._stuck is None:
+            until_s = time.monotonic() + timeout_s
+            self.link.ask_close(timeout_s)
+            stuck = self.local.close(timeout_s)
+            self._stuck = stuck + self.link.close(max(0.0, until_s - time.monotonic()))
+        return list(self._stuck)
 
 
 class RankTransfers(Transfers):

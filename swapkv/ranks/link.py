@@ -42,6 +42,7 @@ class Link:
         self._pending: dict[int, RankEvent] = {}
         self._hellos: dict[int, Hello] = {}
         self._byes: dict[int, tuple[str, ...]] = {}
+        self._gone: set[int] = set()
         self._next = 0
         self._peers = [Peer(rank, group, self._hear, self._lost) for rank in sorted(group.channels)]
 
@@ -115,18 +116,16 @@ class Link:
                 peer.tell(messages.Close(int(timeout_s * 800)))
 
     def close(self, timeout_s: float) -> list[str]:
-        """Wait for the workers' ends, then end the link. Returns what is stuck. Idempotent; lost ranks are not missed."""
+        """Wait for the workers' ends, then end the link. Returns what is stuck. Lost ranks are not waited for."""
         with self.lock:
-            lost = isinstance(self.end, RankLost)
-            if self.end is None:
-                self.lock.wait_for(lambda: self.end is not None or len(self._byes) == len(self._peers), timeout_s)
-            silent = [] if self.end is not None else [p.rank for p in self._peers if p.rank not in self._byes]
-            stuck = [f"rank {rank}'s {name}" for rank, names in self._byes.items() for name in names]
-        self.end_now(PoolClosed("the ranks were let go: open a new pool"), timeout_s if lost else 0.0)
-        return stuck + [f"rank {rank}" for rank in silent]
+            self.lock.wait_for(lambda: not self._silent(), timeout_s)
+            stuck = [f"rank {rank}" for rank in self._silent()]
+            stuck += [f"rank {rank}'s {name}" for rank, names in self._byes.items() for name in names]
+        self.end_now(PoolClosed("the ranks were let go: open a new pool"), 0.0)
+        return stuck
 
     def end_now(self, cause: SwapError, timeout_s: float) -> None:
-        """End the threads. Workers that were told to close may take the time, if they still listen."""
+        """End the threads. Workers that have heard a last message may take the time to answer it. Idempotent."""
         with self.lock:
             self.end = self.end or cause
             self.lock.notify_all()
@@ -134,6 +133,10 @@ class Link:
         for peer in self._peers:
             peer.close(max(0.0, until_s - time.monotonic()))
         self.release(cause)
+
+    def _silent(self) -> list[int]:
+        """Ranks that are not lost and have not said good-bye."""
+        return [peer.rank for peer in self._peers if peer.rank not in self._byes and peer.rank not in self._gone]
 
     def _hear(self, rank: int, message: Message) -> None:
         with self.lock:
@@ -158,6 +161,8 @@ class Link:
 
     def _lost(self, rank: int, cause: Exception) -> None:
         with self.lock:
+            self._gone.add(rank)
+            self.lock.notify_all()
             if self.end is not None:
                 return
             lost = RankLost(
@@ -166,7 +171,6 @@ class Link:
             )
             lost.__cause__ = cause
             self.end = lost
-            self.lock.notify_all()
         self.on_lost(lost)
 
 
