@@ -1,0 +1,154 @@
+"""What may happen next in a world."""
+
+from collections.abc import Iterator
+
+from swapkv.fsm.records import Goal, Sequence
+from swapkv.ids import Lane
+from tests.prove.lanes import Move
+from tests.prove.scenario import Action
+from tests.prove.world import World
+
+ADVERSE = {
+    "void": "void",
+    "cancel_step": "cancel",
+    "preempt": "preempt",
+    "cancel_preempt": "cancel",
+    "cancel_restore": "cancel",
+    "abort": "abort",
+    "evict": "evict",
+    "fork": "fork",
+    "truncate": "truncate",
+    "tear": "fault",
+    "reject": "fault",
+    "hang": "hang",
+}
+"""Verbs that use up a budget, and which. All others are fair: they bring requests nearer to their end."""
+
+QUIET = frozenset({"run", "tear", "reject", "deliver", "hang", "wake"})
+"""Verbs that are no wish of the caller."""
+
+
+def actions(world: World) -> Iterator[Action]:
+    """Everything that may happen now, within the budget; one of several that are alike."""
+    yield from _device(world)
+    for step in world.open:
+        yield "end", step
+        if _left(world, "void"):
+            yield "void", step
+    if _left(world, "cancel"):
+        yield from (("cancel_step", step) for step in world.waiting)
+    seen = set()
+    for name in world.unborn:
+        if world.scenario.kinds[name] not in seen:
+            seen.add(world.scenario.kinds[name])
+            yield "register", name
+    yield from _steps(world)
+    for name, sequence in world.core.sequences.items():
+        if not sequence.finishing:
+            yield from _wishes(world, str(name), sequence)
+
+
+def rude_actions(world: World) -> Iterator[Action]:
+    """Wishes that the present state does not allow, and reports that come again: none may change anything."""
+    if world.scenario.repeats:
+        yield from (("repeat", verb) for verb in ("done", "failed", "passed"))
+    if not world.scenario.rude:
+        return
+    for name, sequence in world.core.sequences.items():
+        if sequence.finishing or sequence.goal not in (Goal.ACTIVE, Goal.PARKED) or sequence.step is not None:
+            yield "preempt", name
+        if sequence.goal is not Goal.PARKED:
+            yield "restore", name
+        if sequence.goal is not Goal.PARKING:
+            yield "cancel_preempt", name
+        if sequence.goal is not Goal.RESTORING:
+            yield "cancel_restore", name
+        if sequence.goal in (Goal.PARKING, Goal.RESTORING) or sequence.step is not None:
+            yield "truncate", name, 0
+            yield "evict", name
+            yield from (("fork", name, child) for child in world.unforked[:1])
+        if sequence.goal in (Goal.PARKING, Goal.PARKED) or sequence.step is not None:
+            yield "step", name
+
+
+def _left(world: World, budget: str) -> bool:
+    return world.left.get(budget, 0) > 0
+
+
+def _device(world: World) -> Iterator[Action]:
+    for lane in Lane:
+        queue = world.device.lanes[lane]
+        if world.can_run(lane):
+            yield "run", lane.name
+            if isinstance(queue[0], Move) and _left(world, "fault"):
+                yield "tear", lane.name
+        if _left(world, "fault"):
+            for at, work in enumerate(queue):
+                if isinstance(work, Move) and not world.core.ops[work.op].hung:
+                    yield "reject", lane.name, at
+    for report in world.reports:
+        if world.scenario.in_order and any(
+            other.fence < report.fence for other in world.reports if other.fence.lane is report.fence.lane
+        ):
+            continue
+        yield "deliver", report.verb, report.op, report.fence.lane.name, report.fence.value
+    if _left(world, "hang") and any(not op.hung for op in world.core.ops.values()):
+        yield ("hang",)
+    if world.wakes_soon():
+        yield ("wake",)
+
+
+def _steps(world: World) -> Iterator[Action]:
+    """Forwards over one sequence, or over as many as a batch may have."""
+    waiting = {name for appends in world.waiting.values() for name in appends}
+    ready = [
+        str(name)
+        for name, s in world.core.sequences.items()
+        if s.step is None and not s.finishing and name not in waiting and _may_step(world, s)
+    ]
+    for name in ready:
+        yield "step", name
+    if world.scenario.batch > 1 and len(ready) > 1:
+        yield "step", *ready[: world.scenario.batch]
+
+
+def _may_step(world: World, sequence: Sequence) -> bool:
+    if world.next_target(sequence.id) is None:
+        return False
+    if sequence.goal is Goal.ACTIVE:
+        return True
+    return world.scenario.gates and sequence.restore is not None and sequence.restore.granted
+
+
+def _wishes(world: World, name: str, sequence: Sequence) -> Iterator[Action]:
+    """What the caller may want of one sequence."""
+    goal, idle = sequence.goal, sequence.step is None
+    more = world.next_target(name) is not None
+    here = goal is Goal.ACTIVE or any(chunk.on_device for chunk in sequence.live_chunks())
+    worth = (more or world.scenario.late) and here and idle and sequence.tokens
+    if goal in (Goal.ACTIVE, Goal.PARKED) and worth and _left(world, "preempt"):
+        yield "preempt", name
+    if goal is Goal.PARKED:
+        yield "restore", name
+    if goal is Goal.EVICTED:
+        yield "reset", name
+    if goal is Goal.PARKING and _left(world, "cancel"):
+        yield "cancel_preempt", name
+    if goal is Goal.RESTORING and _left(world, "cancel"):
+        yield "cancel_restore", name
+    if not more and idle and goal is Goal.ACTIVE:
+        yield "finish", name
+    elif _left(world, "abort"):
+        yield "abort", name
+    if goal in (Goal.ACTIVE, Goal.PARKED) and idle and sequence.tokens:
+        yield from _edits(world, name, sequence)
+
+
+def _edits(world: World, name: str, sequence: Sequence) -> Iterator[Action]:
+    if _left(world, "fork"):
+        yield from (("fork", name, child) for child in world.unforked[:1])
+    floor = world.scenario.floors.get(name, 0)
+    if _left(world, "truncate") and sequence.tokens > floor:
+        yield "truncate", name, sequence.tokens - 1
+    if _left(world, "evict"):
+        yield "evict", name

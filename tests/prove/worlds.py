@@ -1,0 +1,206 @@
+"""The scenarios that are explored: small enough to be met whole, scarce enough to hurt."""
+
+from swapkv.config import HostFull, RestoreOrder, SwapConfig
+from swapkv.layout import KVLayout
+from tests.prove.scenario import Action, Scenario
+
+
+def _dense(layers: int, page_size: int, chunk_tokens: int, **more: object) -> KVLayout:
+    return KVLayout.dense(
+        num_layers=layers,
+        num_kv_heads=1,
+        head_dim=1,
+        page_size=page_size,
+        chunk_tokens=chunk_tokens,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+ONE_PAGE_CHUNKS = _dense(1, 2, 2)
+TWO_PAGE_CHUNKS = _dense(1, 2, 4)
+TWO_LAYERS = _dense(2, 2, 2)
+ONE_TOKEN_PAGES = _dense(1, 1, 2)
+LAYER_BY_LAYER = SwapConfig(segment_bytes=1)
+TWO_AT_A_TIME = SwapConfig(segment_bytes=16)
+"""Of two-layer chunks: a chunk leaves with one copy, a layer of two chunks comes with one."""
+
+
+def _registered(*names: str) -> tuple[Action, ...]:
+    return tuple(("register", name) for name in names)
+
+
+def _grown(step: int, name: str) -> tuple[Action, ...]:
+    """The sequence takes its next step, the `step`-th of the world."""
+    return ("step", name), ("end", step), ("settle",)
+
+
+def _parked(name: str) -> tuple[Action, ...]:
+    return ("preempt", name), ("settle",)
+
+
+WORLDS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            name="turns",
+            layout=ONE_PAGE_CHUNKS,
+            pages=(4,),
+            host_chunks=8,
+            targets={"a": (2, 3), "b": (2, 3), "c": (2, 3)},
+            late=True,
+            budget={"preempt": 1},
+            begun=(*_registered("a", "b", "c"), *_grown(1, "a"), *_grown(2, "b"), *_grown(3, "c"), *_parked("c")),
+        ),
+        Scenario(
+            name="scarce host",
+            layout=ONE_PAGE_CHUNKS,
+            pages=(4,),
+            host_chunks=2,
+            targets={"a": (2, 3), "b": (2, 3), "c": (3, 4)},
+            budget={"preempt": 2},
+            begun=(*_registered("a", "b", "c"), *_grown(1, "a"), *_grown(2, "b"), *_grown(3, "c"), *_parked("c")),
+        ),
+        Scenario(
+            name="faults",
+            layout=TWO_LAYERS,
+            pages=(3,),
+            host_chunks=8,
+            config=TWO_AT_A_TIME,
+            targets={"a": (3, 4), "b": (3, 4)},
+            in_order=True,
+            budget={"preempt": 1, "fault": 1, "cancel": 1},
+            begun=(*_registered("a", "b"), *_grown(1, "b"), *_parked("b"), *_grown(2, "a")),
+        ),
+        Scenario(
+            name="fork",
+            layout=TWO_PAGE_CHUNKS,
+            pages=(4,),
+            host_chunks=8,
+            targets={"a": (3, 4), "x": (3, 4)},
+            children=("x",),
+            budget={"preempt": 2, "fork": 1},
+            begun=(*_registered("a"), *_grown(1, "a")),
+        ),
+        Scenario(
+            name="hang",
+            layout=ONE_PAGE_CHUNKS,
+            pages=(4,),
+            host_chunks=8,
+            targets={"a": (2, 3), "b": (2, 3)},
+            budget={"preempt": 1, "hang": 1, "cancel": 1},
+            begun=(*_registered("a", "b"), *_grown(1, "a"), *_grown(2, "b"), *_parked("b")),
+        ),
+        *(
+            Scenario(
+                name=f"gate {what}",
+                layout=TWO_LAYERS,
+                pages=(4,),
+                host_chunks=8,
+                config=LAYER_BY_LAYER,
+                targets={"a": (2, 3), "b": (2, 3)},
+                gates=True,
+                in_order=True,
+                budget={"preempt": 1, what: 1},
+                begun=(*_registered("a", "b"), *_grown(1, "a"), *_grown(2, "b"), *_parked("b")),
+            )
+            for what in ("void", "cancel", "fault")
+        ),
+        Scenario(
+            name="family",
+            layout=TWO_LAYERS,
+            pages=(3,),
+            host_chunks=8,
+            config=LAYER_BY_LAYER,
+            targets={"a": (3, 4), "x": (3, 4)},
+            children=("x",),
+            in_order=True,
+            budget={"cancel": 1, "fault": 1},
+            begun=(*_registered("a"), *_grown(1, "a"), ("fork", "a", "x"), *_parked("a"), *_parked("x")),
+        ),
+        Scenario(
+            name="delta",
+            layout=TWO_PAGE_CHUNKS,
+            pages=(3,),
+            host_chunks=8,
+            targets={"a": (3, 4)},
+            budget={"preempt": 3, "fault": 1, "truncate": 1, "cancel": 1},
+            begun=(*_registered("a"), *_grown(1, "a")),
+        ),
+        Scenario(
+            name="window",
+            layout=_dense(1, 1, 2, windows=[2], truncate_slack=1),
+            pages=(6,),
+            host_chunks=8,
+            targets={"a": (2, 4, 5, 6)},
+            budget={"preempt": 2, "truncate": 1, "cancel": 1},
+            begun=(*_registered("a"), *_grown(1, "a")),
+        ),
+        Scenario(
+            name="queue",
+            layout=ONE_TOKEN_PAGES,
+            pages=(4,),
+            host_chunks=8,
+            config=SwapConfig(segment_bytes=1),
+            targets={"a": (3, 4), "b": (3, 4), "c": (1, 2)},
+            priorities={"a": 1},
+            budget={"cancel": 1, "preempt": 1},
+            begun=(
+                *_registered("a", "b", "c"),
+                *_grown(1, "a"),
+                *_parked("a"),
+                *_grown(2, "b"),
+                *_parked("b"),
+                *_grown(3, "c"),
+            ),
+        ),
+        Scenario(
+            name="links",
+            layout=ONE_PAGE_CHUNKS,
+            pages=(3,),
+            host_chunks=8,
+            config=SwapConfig(
+                segment_bytes=1,
+                restore_bytes_per_s=1000,
+                restore_burst_bytes=8,
+                offload_bytes_per_s=1000,
+                offload_burst_bytes=8,
+            ),
+            targets={"a": (3, 4), "b": (1, 2)},
+            budget={"preempt": 1, "fault": 1, "cancel": 1},
+            begun=(*_registered("a", "b"), *_grown(1, "a"), *_grown(2, "b")),
+        ),
+        Scenario(
+            name="abort",
+            layout=ONE_PAGE_CHUNKS,
+            pages=(3,),
+            host_chunks=8,
+            config=LAYER_BY_LAYER,
+            targets={"a": (3, 4), "b": (3, 4)},
+            budget={"preempt": 1, "abort": 1, "cancel": 1},
+            repeats=True,
+            rude=True,
+            begun=(*_registered("a", "b"), *_grown(1, "b"), *_parked("b"), *_grown(2, "a")),
+        ),
+        Scenario(
+            name="refusals",
+            layout=ONE_PAGE_CHUNKS,
+            pages=(4,),
+            host_chunks=2,
+            config=SwapConfig(host_full=HostFull.REFUSE),
+            targets={"a": (2, 3), "b": (2, 3), "c": (3, 4)},
+            batch=2,
+            budget={"preempt": 1},
+            begun=(*_registered("a", "b", "c"), *_grown(1, "a"), *_grown(2, "b"), *_grown(3, "c"), *_parked("c")),
+        ),
+        Scenario(
+            name="chunk major",
+            layout=ONE_PAGE_CHUNKS,
+            pages=(3,),
+            host_chunks=8,
+            config=SwapConfig(restore_order=RestoreOrder.CHUNK_MAJOR),
+            targets={"a": (3, 4), "b": (3, 4)},
+            budget={"preempt": 1, "cancel": 1, "evict": 1},
+            begun=(*_registered("a", "b"), *_grown(1, "b"), *_parked("b"), *_grown(2, "a")),
+        ),
+    )
+}
