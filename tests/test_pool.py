@@ -617,3 +617,18 @@ async def test_pool_windows_of_a_layout_with_other_planes_round_trip() -> None:
         await pool.resume("a")
         await writer.check("a")
         assert all(state is ChunkState.GPU_RESIDENT for state in pool.chunk_states("a"))
+
+
+async def test_pool_window_that_passes_what_was_truncated_takes_no_good_copy_for_a_bad_one() -> None:
+    """A copy that starts over where the old checksums happened to end guards its own pages only."""
+    async with pool_of(small_layout(windows=[3, None]), pages=32, config=SwapConfig(verify=Verify.CRC32)) as pool:
+        writer = Writer(pool)
+        pool.register("a", max_tokens=32)
+        await writer.append({"a": 4})
+        await pool.preempt("a")
+        await pool.resume("a")
+        writer.truncate("a", 3)
+        await writer.append({"a": 5})
+        await pool.preempt("a")
+        await pool.resume("a")
+        await writer.check("a")

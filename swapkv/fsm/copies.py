@@ -23,7 +23,7 @@ def first_dirty_page(core: SwapCore, chunk: Chunk) -> int:
     copy = chunk.copy
     if copy.offset is None or copy.generation != chunk.generation:
         return chunk.first_live
-    if core.config.verify is not Verify.NONE and not _continues(core, chunk):
+    if core.config.verify is not Verify.NONE and not continues(core, chunk):
         return chunk.first_live
     return max(chunk.first_live, copy.tokens // core.layout.page_size)
 
@@ -33,7 +33,7 @@ def dirty_pages(core: SwapCore, chunk: Chunk) -> int:
     return 0 if chunk.clean else core.layout.pages_for(chunk.tokens) - first_dirty_page(core, chunk)
 
 
-def _continues(core: SwapCore, chunk: Chunk) -> bool:
+def continues(core: SwapCore, chunk: Chunk) -> bool:
     """Whether the slot's checksums can be continued: they end where the whole pages of the copy end, without a gap."""
     copy = chunk.copy
     return copy.tokens // core.layout.page_size == copy.sealed_pages >= chunk.first_live and copy.tokens > 0
@@ -252,7 +252,7 @@ def _item(core: SwapCore, op: Op, chunk: Chunk) -> CopyItem:
     if op.lane is Lane.OUT:
         first, end = first_dirty_page(core, chunk), core.layout.pages_for(chunk.tokens)
         sums, sealed = copy.sealed_checksums, chunk.tokens // core.layout.page_size - first
-        if not _continues(core, chunk):
+        if not continues(core, chunk):
             sums = [0] * len(sums)
     else:
         first, end = chunk.first_live, core.layout.pages_for(copy.tokens)

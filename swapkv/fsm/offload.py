@@ -188,7 +188,7 @@ def _now_clean(core: SwapCore, chunk: Chunk, op: Op, at: int) -> None:
     copy, tokens = chunk.copy, op.tokens[at]
     if chunk.generation != op.generations[at]:
         return
-    if copy.tokens == 0 or op.firsts[at] != copy.sealed_pages:
+    if not copies.continues(core, chunk):
         copy.guard_first = op.firsts[at]
     copy.tokens = tokens
     copy.generation = chunk.generation

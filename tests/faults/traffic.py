@@ -132,7 +132,6 @@ class SteppedTraffic:
         self.poll()
         while self.device.run_one(self.rng) or self.gated:
             self.poll()
-        self.poll()
 
     def put_away(self, name: str) -> None:
         if self.pool.state(name) in (SequenceState.GPU_RESIDENT, SequenceState.GPU_READY):

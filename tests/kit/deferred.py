@@ -39,14 +39,21 @@ class DeferredStream(HostStream):
         self._thread.join()
         self._queue = _Held()  # type: ignore[assignment]
 
+    def pass_waits(self) -> bool:
+        """Get past the waits whose events are reached. False: there is none."""
+        before = len(self._queue.operations)  # type: ignore[attr-defined]
+        while self._next() is Work.WAIT and self._queue.operations[0].run.__self__.query():  # type: ignore[attr-defined]
+            self._work_once()
+        return len(self._queue.operations) < before  # type: ignore[attr-defined]
+
     def runnable(self) -> bool:
         """Whether the first operation could run now."""
+        self.pass_waits()
+        return self._next() not in (None, Work.WAIT)
+
+    def _next(self) -> Work | None:
         operations = self._queue.operations  # type: ignore[attr-defined]
-        while operations and operations[0] is not None and operations[0].work is Work.WAIT:
-            if not operations[0].run.__self__.query():
-                return False
-            self._work_once()
-        return bool(operations) and operations[0] is not None
+        return operations[0].work if operations and operations[0] is not None else None
 
     def run(self) -> None:
         """Run the first operation. `runnable` was asked before."""
@@ -68,11 +75,12 @@ class DeferredDevice(HostDevice):
         return [stream for stream in self._streams if stream.runnable()]  # type: ignore[attr-defined]
 
     def run_one(self, rng: Random) -> bool:
-        """Let a stream that can run do its next operation. False: none can."""
+        """Let a stream that can run do its next operation, or get past a wait. False: none can."""
+        passed = sum(stream.pass_waits() for stream in self._streams)  # type: ignore[attr-defined]
         streams = self.runnable()
         if streams:
             rng.choice(streams).run()
-        return bool(streams)
+        return bool(passed or streams)
 
 
 class DeferredReaper:

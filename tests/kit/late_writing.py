@@ -64,8 +64,9 @@ class LateWriter:
         return self._launch(forward, lambda: [self._run(part, layer) for part in parts], True)
 
     def cut(self, name: str) -> None:
-        """Forget tokens that do not count after all."""
-        del self.tokens[name][self.pool.tokens(name) :]
+        """Forget tokens that do not count after all; nothing to forget of a sequence that is finished."""
+        if name in self.tokens:
+            del self.tokens[name][self.pool.tokens(name) :]
 
     def verify(self) -> None:
         """Every forward that ran has read what was written."""
