@@ -59,9 +59,8 @@ class Chaos:
         for name in [n for n, s in self.core.sequences.items() if s.goal is Goal.RESTORING]:
             assert self.harness.do(events.CancelRestore(name))
         self._come_to_rest()
-        for name, sequence in self.core.sequences.items():
-            if sequence.goal is Goal.ACTIVE or any(chunk.on_device for chunk in sequence.live_chunks()):
-                self._put_away(name)
+        while (name := self._on_device()) is not None:
+            self._put_away(name)
         for name, sequence in list(self.core.sequences.items()):
             if sequence.goal is Goal.EVICTED:
                 assert self.harness.do(events.Reset(name))
@@ -75,6 +74,12 @@ class Chaos:
                 assert self.harness.begin_step(StepId(self._steps), {name: count}), f"{name} alone cannot go on"
                 self.harness.end_step(StepId(self._steps))
             self._put_away(name)
+
+    def _on_device(self) -> SeqId | None:
+        """A sequence that is on the device or, when none is, one that has pages there although it is parked."""
+        active = (name for name, sequence in self.core.sequences.items() if sequence.goal is Goal.ACTIVE)
+        owners = (name for chunk in self.core.chunks.values() if chunk.on_device for name in chunk.refs)
+        return next(active, None) or next(owners, None)
 
     def _put_away(self, name: SeqId) -> None:
         if not self.harness.do(events.Preempt(name)):
