@@ -6,7 +6,7 @@ import pytest
 
 from swapkv.config import SwapConfig
 from swapkv.errors import DrainTimeout, KVEvicted, ProtocolError, TransferError, UnknownSequence
-from swapkv.fsm import commands, events
+from swapkv.fsm import commands, events, restore
 from swapkv.fsm.queries import SequenceState
 from swapkv.fsm.transitions import ChunkState
 from swapkv.ids import Lane, SeqId
@@ -138,6 +138,50 @@ def test_shared_chunks_are_fetched_once_for_two_restores() -> None:
     assert table(stage, "a") == table(stage, "b")
     stage.reads("a")
     stage.reads("b")
+
+
+def two_restores_that_share_a_chunk() -> None:
+    """A and B lack 4 pages each, of which 2 are the same: with 6 there, both can go."""
+    stage = Stage(pages=6)
+    stage.register("a")
+    stage.append("a", 4)
+    stage.come_to_rest()
+    stage.fork(A, B, 8)
+    for name in "ab":
+        stage.append(name, 4)
+        stage.come_to_rest()
+    for name in "ab":
+        assert stage.preempt(name)
+        stage.come_to_rest()
+    stage.register("d", max_tokens=12)
+    stage.append("d", 12)
+    stage.come_to_rest()
+    for name in "ab":
+        assert stage.restore(name)
+    assert stage.finish("d")
+    assert {ready.sequence for ready in news(stage, commands.PagesReady)} == {A, B}
+    stage.come_to_rest()
+    stage.reads("b")
+
+
+def test_two_restores_that_share_a_chunk_are_granted_together_if_that_is_enough() -> None:
+    two_restores_that_share_a_chunk()
+
+
+def test_restore_whose_shared_chunk_is_granted_to_another_must_not_wait_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tell = restore._tell_joined
+    monkeypatch.setattr(restore, "_tell_joined", lambda core, granted: tell(core, granted) and False)
+    with pytest.raises(AssertionError, match="waits for pages that are there"):
+        two_restores_that_share_a_chunk()
+
+
+def test_refused_event_does_not_even_move_the_clock() -> None:
+    stage = Stage()
+    with pytest.raises(UnknownSequence):
+        stage.core.handle(events.BeginRestore(A), 10**9)
+    assert stage.core.now_ns == 0
 
 
 def test_restore_that_joined_another_goes_on_when_that_one_is_cancelled() -> None:

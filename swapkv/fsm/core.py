@@ -14,7 +14,7 @@ from swapkv.budget.bandwidth import Bandwidth
 from swapkv.budget.bucket import TokenBucket
 from swapkv.budget.extents import Extents
 from swapkv.config import SECOND_NS, SwapConfig
-from swapkv.errors import IllegalTransition, ProtocolError, UnknownSequence
+from swapkv.errors import IllegalTransition, ProtocolError, SwapError, UnknownSequence
 from swapkv.fsm import copies, edit, events, hangs, offload, restore, steps
 from swapkv.fsm.commands import Command, WakeAt
 from swapkv.fsm.fences import FenceClock
@@ -85,9 +85,13 @@ class SwapCore:
         Raises `ProtocolError` or `BudgetExhausted` for a wish that the present state does not allow; nothing has
         changed then. `now_ns` never goes back.
         """
-        self.now_ns = max(self.now_ns, now_ns)
+        before_ns, self.now_ns = self.now_ns, max(self.now_ns, now_ns)
         self._out = []
-        _HANDLERS[type(event)](self, event)
+        try:
+            _HANDLERS[type(event)](self, event)
+        except SwapError:
+            self.now_ns = before_ns
+            raise
         hangs.expire(self)
         self._grant()
         while hangs.give_up_unsubmitted(self):

@@ -120,7 +120,7 @@ def grant(core: SwapCore) -> None:
 
 
 def _grant(core: SwapCore) -> bool:
-    """One round. True: pages were given back at once, and another round is due, or the head would wait in vain."""
+    """One round. True: another is due, as pages came back at once or a chunk was granted that others had waited for."""
     queue = [s for s in in_order(core) if s.restore is not None and s.restore.waiting and core.wants_device(s)]
     if not queue:
         return False
@@ -133,9 +133,9 @@ def _grant(core: SwapCore) -> bool:
             revoke(core, sequence)
             came |= core.wants_device(sequence)
         elif answer is grants.Grant.ALL:
-            _take_pages(core, sequence, RestoreOrder.LAYER_MAJOR)
+            came |= _take_pages(core, sequence, RestoreOrder.LAYER_MAJOR)
         elif answer is grants.Grant.SOME and core.config.restore_order is not RestoreOrder.LAYER_MAJOR:
-            _take_pages(core, sequence, RestoreOrder.CHUNK_MAJOR)
+            came |= _take_pages(core, sequence, RestoreOrder.CHUNK_MAJOR)
     return came
 
 
@@ -270,8 +270,8 @@ def _pages_needed(core: SwapCore, chunk: Chunk) -> int:
     return core.layout.pages_for(chunk.tokens) - chunk.first_live
 
 
-def _take_pages(core: SwapCore, sequence: Sequence, order: RestoreOrder) -> None:
-    """Grant pages to the chunks that wait, as far as they go, and cut the copies that fill them."""
+def _take_pages(core: SwapCore, sequence: Sequence, order: RestoreOrder) -> bool:
+    """Grant pages to the chunks that wait, as far as they go, and cut their copies. True: others had waited for them."""
     work = sequence.restore
     assert work is not None
     if core.config.restore_order is RestoreOrder.CHUNK_MAJOR:
@@ -289,19 +289,24 @@ def _take_pages(core: SwapCore, sequence: Sequence, order: RestoreOrder) -> None
         granted.append(chunk)
     counts = {chunk.id: chunk.num_live for chunk in granted}
     work.segments.extend(copies.cut(core, granted, counts, order))
-    if granted:
-        _tell_joined(core, granted)
-        _progress(core, sequence)
+    if not granted:
+        return False
+    joined = _tell_joined(core, granted)
+    _progress(core, sequence)
+    return joined
 
 
-def _tell_joined(core: SwapCore, granted: list[Chunk]) -> None:
-    """Other restores that waited for pages of the same chunks share what is under way now."""
+def _tell_joined(core: SwapCore, granted: list[Chunk]) -> bool:
+    """Other restores that waited for pages of the same chunks share what is under way now. False: there are none."""
+    joined = False
     for chunk in granted:
         for name in chunk.refs:
             other = core.sequences[name].restore
             if other is not None and chunk in other.waiting:
                 other.waiting.remove(chunk)
                 _progress(core, core.sequences[name])
+                joined = True
+    return joined
 
 
 def _hand_over(core: SwapCore, sequence: Sequence, work: Restore) -> None:
