@@ -67,7 +67,7 @@ def rude_actions(world: World) -> Iterator[Action]:
             yield "truncate", name, 0
             yield "evict", name
             yield from (("fork", name, child) for child in world.unforked[:1])
-        if sequence.goal in (Goal.PARKING, Goal.PARKED) or sequence.step is not None:
+        if (sequence.goal is not Goal.ACTIVE and not _gated(sequence)) or sequence.step is not None:
             yield "step", name
 
 
@@ -117,7 +117,12 @@ def _may_step(world: World, sequence: Sequence) -> bool:
         return False
     if sequence.goal is Goal.ACTIVE:
         return True
-    return world.scenario.gates and sequence.restore is not None and sequence.restore.granted
+    return world.scenario.gates and _gated(sequence)
+
+
+def _gated(sequence: Sequence) -> bool:
+    """Whether a forward may begin before the sequence's restore is over."""
+    return sequence.restore is not None and sequence.restore.granted
 
 
 def _wishes(world: World, name: str, sequence: Sequence) -> Iterator[Action]:
@@ -132,7 +137,7 @@ def _wishes(world: World, name: str, sequence: Sequence) -> Iterator[Action]:
         yield "restore", name
     if goal is Goal.EVICTED:
         yield "reset", name
-    if goal is Goal.PARKING and _left(world, "cancel"):
+    if goal is Goal.PARKING and _left(world, "cancel") and sequence.offload.goal_before is Goal.ACTIVE:
         yield "cancel_preempt", name
     if goal is Goal.RESTORING and _left(world, "cancel"):
         yield "cancel_restore", name
@@ -147,8 +152,7 @@ def _wishes(world: World, name: str, sequence: Sequence) -> Iterator[Action]:
 def _edits(world: World, name: str, sequence: Sequence) -> Iterator[Action]:
     if _left(world, "fork"):
         yield from (("fork", name, child) for child in world.unforked[:1])
-    floor = world.scenario.floors.get(name, 0)
-    if _left(world, "truncate") and sequence.tokens > floor:
-        yield "truncate", name, sequence.tokens - 1
+    if _left(world, "truncate"):
+        yield from (("truncate", name, tokens) for tokens in {sequence.tokens - 1, max(0, sequence.tokens - 3)})
     if _left(world, "evict"):
         yield "evict", name

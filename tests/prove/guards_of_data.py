@@ -28,27 +28,11 @@ FENCES = (
         "chunk.fill_after = core.ledger.before_read(pages, Lane.IN)",
     ),
     canary(
-        "restore-ignores-writer",
-        "an H2D copy waits for the last writer of its pages",
-        "turns",
-        "fsm.restore:_take_pages",
-        "chunk.fill_after = core.ledger.before_write(pages, Lane.IN)",
-        "chunk.fill_after = tuple(core.ledger._pending(core.ledger._last_read, pages, Lane.IN))",
-    ),
-    canary(
         "forward-leaves-no-read-fence",
         "the fence of a forward is the last reader of the pages that it read",
         "turns",
         "fsm.steps:_close",
         "core.ledger.note_read(fence, pages)",
-        "pass",
-    ),
-    canary(
-        "void-leaves-no-write-fence",
-        "a forward that was given up may have written: its fence guards the pages",
-        "gate void",
-        "fsm.steps:void",
-        "core.ledger.note_write(fence, pages)",
         "pass",
     ),
     canary(
@@ -60,43 +44,11 @@ FENCES = (
         "elif False:",
     ),
     canary(
-        "step-ignores-fences",
-        "a forward waits for copies that touch the pages it is given",
-        "turns",
-        "fsm.steps:_grow",
-        "after.extend(core.ledger.before_write(pages, Lane.COMPUTE))",
-        "pass",
-    ),
-    canary(
-        "step-ignores-tail-readers",
-        "a forward that appends to a page waits for the copies that read it",
-        "turns",
-        "fsm.steps:_make_writable",
-        "return core.ledger.before_write(tail.pages[tail.held - 1 : tail.held], Lane.COMPUTE)",
-        "return ()",
-    ),
-    canary(
-        "clone-ignores-writer",
-        "a copy on write waits for the last writer of its source",
-        "fork",
-        "fsm.steps:_make_writable",
-        "latest(after)",
-        "()",
-    ),
-    canary(
         "clone-leaves-no-read-fence",
         "a copy on write is a reader of its source",
         "fork",
         "fsm.steps:_make_writable",
         "core.ledger.note_read(fence, source)",
-        "pass",
-    ),
-    canary(
-        "clone-leaves-no-write-fence",
-        "a copy on write is a writer of its target",
-        "fork",
-        "fsm.steps:_make_writable",
-        "core.ledger.note_write(fence, target)",
         "pass",
     ),
     canary(
@@ -115,17 +67,25 @@ FENCES = (
         "core.ledger.note_write(op.fence, pages)",
         "pass",
     ),
-    canary(
-        "fences-out-of-order",
-        "a fence has passed only when all before it in its lane have been reported",
-        "turns",
-        "fsm.fences:FenceClock.complete",
-        "while self._passed_up_to[lane] + 1 in ahead:\n        self._passed_up_to[lane] += 1\n",
-        "for _ in (0,):\n        self._passed_up_to[lane] = value\n",
-    ),
 )
 
 REFERENCES = (
+    canary(
+        "tail-taken-without-copy",
+        "a tail is taken from parked sequences only when they have a copy",
+        "fork",
+        "fsm.edit:costs_copy",
+        "not (chunk.clean and offload.may_leave(core, chunk, sequence))",
+        "not offload.may_leave(core, chunk, sequence)",
+    ),
+    canary(
+        "tail-taken-from-wanted",
+        "a tail is taken only from sequences that do not want it on the device",
+        "fork",
+        "fsm.edit:costs_copy",
+        "not (chunk.clean and offload.may_leave(core, chunk, sequence))",
+        "not chunk.clean",
+    ),
     canary(
         "fork-without-reference",
         "a fork refers to its parent's chunks",
@@ -145,7 +105,7 @@ REFERENCES = (
     canary(
         "unref-keeps-clean-chunk",
         "a shared chunk leaves when the last that wanted it on the device is gone",
-        "fork",
+        "branches",
         "fsm.edit:unref",
         "offload.let_leave(core, chunk)",
         "pass",
@@ -161,7 +121,7 @@ REFERENCES = (
     canary(
         "wanted-ignores-undo",
         "a sequence whose preempt may be undone wants its chunks on the device",
-        "fork",
+        "branches",
         "fsm.core:SwapCore.wants_device",
         "goal = sequence.goal if sequence.offload is None else sequence.offload.goal_before",
         "goal = sequence.goal",
@@ -194,14 +154,6 @@ REFERENCES = (
 
 COPIES = (
     canary(
-        "truncate-keeps-generation",
-        "taking tokens back makes a new generation of the chunk",
-        "delta",
-        "fsm.edit:shorten",
-        "chunk.generation += 1",
-        "pass",
-    ),
-    canary(
         "truncate-keeps-copy-length",
         "taking tokens back shortens what the host copy holds",
         "delta",
@@ -228,23 +180,15 @@ COPIES = (
     canary(
         "commit-before-copies-end",
         "chunks leave only when every copy has ended",
-        "turns",
+        "gate fault",
         "fsm.offload:settle",
         "if work.segments or work.ops:",
         "if work.segments:",
     ),
     canary(
-        "commit-before-all-submitted",
-        "chunks leave only when every copy was submitted",
-        "links",
-        "fsm.offload:settle",
-        "if work.segments or work.ops:",
-        "if work.ops:",
-    ),
-    canary(
         "chunks-leave-one-by-one",
         "all chunks leave in one step",
-        "turns",
+        "reclaim",
         "fsm.offload:landed",
         "_now_clean(core, chunk, op, at)",
         "_now_clean(core, chunk, op, at); core.move(chunk, ChunkEvent.COMMIT_OFFLOAD); core.give_back_pages(chunk)",
@@ -252,7 +196,7 @@ COPIES = (
     canary(
         "clean-before-all-layers",
         "a chunk is clean only when all its layers have been copied",
-        "faults",
+        "gate fault",
         "fsm.offload:landed",
         "if chunk.landed == (1 << len(core.layout.groups[chunk.group].layers)) - 1:",
         "if True:",
@@ -284,7 +228,7 @@ COPIES = (
     canary(
         "reclaim-awaited",
         "a host copy of a sequence that is being restored is not given up",
-        "scarce host",
+        "reclaim",
         "fsm.offload:_reclaimable",
         "return all(core.sequences[name].goal is not Goal.RESTORING for name in chunk.refs)",
         "return True",

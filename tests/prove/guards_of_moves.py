@@ -1,6 +1,6 @@
-"""Guards of what is under way: restores, drains, hangs, budgets, steps, and waking up."""
+"""Guards of what is under way: restores, drains, hangs."""
 
-from tests.prove.mutation import canary
+from tests.prove.mutation import Canary, Edit, canary
 
 RESTORES = (
     canary(
@@ -54,7 +54,7 @@ RESTORES = (
     canary(
         "undo-keeps-segments",
         "an undone restore submits nothing more",
-        "gate cancel",
+        "family",
         "fsm.restore:_hand_over",
         "work.segments.clear()",
         "pass",
@@ -102,7 +102,7 @@ RESTORES = (
     canary(
         "undone-offload-tells-nobody",
         "a restore that waited for the end of an offload is told",
-        "fork",
+        "branches",
         "fsm.offload:_put_back",
         "restore.arrived(core, chunk)",
         "pass",
@@ -140,17 +140,9 @@ RESTORES = (
         "pass",
     ),
     canary(
-        "step-on-undone-restore-counts",
-        "a step that ends after its restore was undone appends nothing",
-        "gate cancel",
-        "fsm.steps:end",
-        "if sequence.restore is not None and sequence.restore.undoing:",
-        "if False:",
-    ),
-    canary(
         "grant-before-gated",
         "a step begins on a restore only when all its pages are there",
-        "gate cancel",
+        "abort",
         "fsm.steps:_refuse_if_busy",
         "gated = sequence.restore is not None and sequence.restore.granted",
         "gated = sequence.restore is not None",
@@ -158,13 +150,23 @@ RESTORES = (
 )
 
 HANGS = (
-    canary(
+    Canary(
         "late-completion-counts",
-        "the end of a copy that was given up changes only what it held",
+        "the end of a copy that was given up says nothing about chunks that were taken out of its hands",
         "hang",
-        "fsm.copies:_close",
-        "if op.hung:",
-        "if False:",
+        (
+            Edit("fsm.copies:_close", "if op.hung:", "if False:"),
+            Edit("fsm.offload:landed", "if chunk.id in op.dropped:", "if False:"),
+            Edit("fsm.restore:landed", "if chunk.id in op.dropped or chunk.aborting:", "if chunk.aborting:"),
+        ),
+    ),
+    canary(
+        "repeated-fence-counts",
+        "a fence passes once",
+        "abort",
+        "fsm.fences:FenceClock.complete",
+        "if value <= self._passed_up_to[lane] or value in ahead:",
+        "if value in ahead:",
     ),
     canary(
         "repeated-completion-counts",
@@ -173,30 +175,6 @@ HANGS = (
         "fsm.copies:_close",
         "op = core.ops.pop(event.op, None)",
         "op = core.ops.get(event.op)",
-    ),
-    canary(
-        "repeated-fence-counts",
-        "a fence passes once",
-        "abort",
-        "fsm.copies:_pass",
-        "if not core.clock.complete(fence):",
-        "if not core.clock.complete(fence) and core.ledger.owned(0):",
-    ),
-    canary(
-        "dropped-chunk-lands-out",
-        "a copy that hung says nothing about chunks taken out of its hands",
-        "hang",
-        "fsm.offload:landed",
-        "if chunk.id in op.dropped:",
-        "if False:",
-    ),
-    canary(
-        "dropped-chunk-lands-in",
-        "a copy that hung fills no chunk that was taken out of its hands",
-        "hang",
-        "fsm.restore:landed",
-        "if chunk.id in op.dropped or chunk.aborting:",
-        "if chunk.aborting:",
     ),
     canary(
         "no-quarantine",
@@ -253,203 +231,5 @@ HANGS = (
         "fsm.copies:next_wake",
         "times = [deadline for deadline in deadlines if deadline is not None]",
         "times = []",
-    ),
-)
-
-BUDGETS = (
-    canary(
-        "rejected-bytes-lost",
-        "link tokens of a copy that never started are given back",
-        "links",
-        "fsm.copies:rejected",
-        "core.buckets[op.lane].give_back(op.num_bytes)",
-        "pass",
-    ),
-    canary(
-        "inflight-never-falls",
-        "a copy that has ended is in flight no more",
-        "turns",
-        "fsm.copies:_close",
-        "core.inflight[op.lane] -= 1",
-        "pass",
-    ),
-    canary(
-        "restore-bytes-never-fall",
-        "a restore's bytes in flight fall when its copies end",
-        "faults",
-        "fsm.copies:detach",
-        "sequence.restore.inflight_bytes -= op.num_bytes",
-        "pass",
-    ),
-    canary(
-        "bucket-wakes-nobody",
-        "the core asks to be woken when a link has tokens again",
-        "links",
-        "fsm.copies:next_wake",
-        "if ready > core.now_ns:",
-        "if False:",
-    ),
-    canary(
-        "fenced-not-counted",
-        "fenced pages can be granted",
-        "turns",
-        "fsm.ledger:PageLedger.available",
-        "return self._num_free[group] + self._num_fenced[group]",
-        "return self._num_free[group]",
-    ),
-    canary(
-        "coming-not-counted",
-        "pages of an offload under way count as coming",
-        "turns",
-        "fsm.core:SwapCore.coming",
-        "if not sequence.offload.undoing:",
-        "if False:",
-    ),
-    canary(
-        "partial-for-everybody",
-        "only the first restore may hold a part of its pages",
-        "queue",
-        "budget.grants:plan",
-        "grants.append(Grant.NOTHING)",
-        "grants.append(Grant.SOME)",
-    ),
-    canary(
-        "never-revoked",
-        "a partial restore that is first no more gives its pages back",
-        "queue",
-        "budget.grants:plan",
-        "revoked.add(index)",
-        "pass",
-    ),
-    canary(
-        "revoked-pages-lie",
-        "pages that a revoked restore gives back at once are granted at once",
-        "queue",
-        "fsm.restore:_grant",
-        "came |= core.wants_device(sequence)",
-        "pass",
-    ),
-    canary(
-        "steps-revoke-nobody",
-        "a forward that waits takes pages of partial restores",
-        "queue",
-        "fsm.steps:_revoke_one",
-        "restore.revoke(core, sequence)",
-        "pass",
-    ),
-)
-
-STEPS = (
-    canary(
-        "preempt-in-step",
-        "a sequence in a forward is not preempted",
-        "abort",
-        "fsm.offload:_refuse_if_busy",
-        "if sequence.step is not None:",
-        "if False:",
-    ),
-    canary(
-        "truncate-in-step",
-        "a sequence in a forward is not truncated",
-        "abort",
-        "fsm.edit:refuse_unless_settled",
-        "if sequence.finishing or sequence.step is not None:",
-        "if sequence.finishing:",
-    ),
-    canary(
-        "truncate-on-the-way",
-        "a sequence on its way is not truncated",
-        "abort",
-        "fsm.edit:refuse_unless_settled",
-        "if sequence.goal not in (Goal.ACTIVE, Goal.PARKED):",
-        "if False:",
-    ),
-    canary(
-        "step-off-device",
-        "a forward takes only sequences that are on the device",
-        "abort",
-        "fsm.steps:_refuse_if_busy",
-        "if sequence.goal is not Goal.ACTIVE and not gated:",
-        "if False:",
-    ),
-    canary(
-        "preempt-forgets-waiting-step",
-        "a forward that waits is refused when its sequence is preempted",
-        "turns",
-        "fsm.offload:begin",
-        'steps.refuse_waiting(core, sequence, f"sequence {sequence.id!r} was preempted while its forward waited for pages")',
-        "pass",
-    ),
-    canary(
-        "finish-forgets-waiting-step",
-        "a forward that waits is refused when its sequence is finished",
-        "abort",
-        "fsm.edit:finish",
-        'steps.refuse_waiting(core, sequence, f"sequence {sequence.id!r} was finished while its forward waited for pages")',
-        "pass",
-    ),
-    canary(
-        "finish-in-step",
-        "a sequence that is finished in a forward stays until it ends",
-        "abort",
-        "fsm.edit:finish",
-        "if sequence.step is None:",
-        "if True:",
-    ),
-    canary(
-        "buried-alive",
-        "a finished sequence stays until nothing is under way for it",
-        "abort",
-        "fsm.edit:bury_if_over",
-        "if not sequence.finishing or busy or core.sequences.get(sequence.id) is not sequence:",
-        "if not sequence.finishing or core.sequences.get(sequence.id) is not sequence:",
-    ),
-    canary(
-        "step-never-granted",
-        "forwards that wait are looked at after every event",
-        "turns",
-        "fsm.core:SwapCore._grant",
-        "steps.grant(self)",
-        "steps.grant(self) if not self.waiting_steps or self.waiting_steps[-1].arrived_ns < 0 else None",
-    ),
-    canary(
-        "void-keeps-pages",
-        "a forward that was given up gives its new pages back",
-        "gate void",
-        "fsm.steps:void",
-        "edit.cut_tokens(core, sequence, sequence.tokens)",
-        "pass",
-    ),
-    canary(
-        "shorten-keeps-pages",
-        "pages beyond the end of a chunk are given back",
-        "delta",
-        "fsm.edit:shorten",
-        "if chunk.held > pages:",
-        "if False:",
-    ),
-    canary(
-        "window-trims-early",
-        "pages that a forward may still read stay",
-        "window",
-        "fsm.edit:trim_window",
-        "core.layout.first_needed_page(group, sequence.tokens)",
-        "core.layout.first_needed_page(group, sequence.tokens + core.layout.page_size + core.layout.truncate_slack)",
-    ),
-    canary(
-        "window-ignores-truncate",
-        "tokens are not taken back so far that a forward would read what was let go",
-        "window",
-        "fsm.edit:truncate",
-        "_refuse_behind_window(core, sequence, event.tokens)",
-        "pass",
-    ),
-    canary(
-        "restored-chunks-stay-ready",
-        "the first forward after a restore takes its chunks over",
-        "turns",
-        "fsm.steps:_grant",
-        "_take_over(core, sequence)",
-        "pass",
     ),
 )

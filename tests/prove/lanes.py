@@ -56,6 +56,14 @@ class Row(NamedTuple):
     void: bool
 
 
+class Open(NamedTuple):
+    """A step that was granted and has not ended. `launched`: its forward is in the compute lane."""
+
+    rows: tuple[Row, ...]
+    after: tuple[Fence, ...]
+    launched: bool
+
+
 class Pass(NamedTuple):
     """A forward over some layers: reads every token that it should see, then writes new ones."""
 

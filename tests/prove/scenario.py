@@ -27,7 +27,6 @@ class Scenario:
     `in_order`: each lane's reports come in its order, though not those of different lanes.
     `late`: a sequence may be preempted after its last step.
     `rude`: wishes are also made in states that refuse them. `priorities`: of restores, by name.
-    `floors[name]`: the tokens below which a truncate does not cut.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Scenario:
     repeats: bool = False
     rude: bool = False
     priorities: Mapping[str, int] = attrs.field(default=MappingProxyType({}))
-    floors: Mapping[str, int] = attrs.field(default=MappingProxyType({}))
 
     kinds: Mapping[str, int] = attrs.field(init=False)
     """Which sequences are alike: those with equal numbers may be exchanged for one another."""

@@ -1,30 +1,20 @@
 """A world: the real core, a device whose copies read their source when they run, and a model of what must be read."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from swapkv.errors import IllegalTransition, PagesExhausted, SwapError, TransferError
-from swapkv.fsm import commands, events
-from swapkv.fsm.commands import PreemptOutcome
+from swapkv.fsm import events
 from swapkv.fsm.core import SwapCore
-from swapkv.fsm.ledger import PageState
 from swapkv.fsm.records import Goal
 from swapkv.ids import Fence, Lane, OpId, SeqId, StepId
-from tests.prove.audit import audit, check_exhausted, check_hand_over
+from tests.prove.audit import audit, check_exhausted
 from tests.prove.cloning import clone_core
-from tests.prove.lanes import Device, Mark, Move, Pass, Report, Row, Stamps, Twin, as_move, as_twin
+from tests.prove.lanes import Device, Mark, Move, Open, Pass, Report, Stamps, Twin
+from tests.prove.news import carry_out, edit_passes, launch
 from tests.prove.scenario import Action, Scenario
 from tests.prove.violation import Violation
 
 FAILURE = TransferError("scripted")
-
-
-class Open(NamedTuple):
-    """A step that was granted and has not ended. `launched`: its forward is in the compute lane."""
-
-    rows: tuple[Row, ...]
-    after: tuple[Fence, ...]
-    launched: bool
 
 
 class World:
@@ -52,7 +42,7 @@ class World:
         self.now_ns = 0
         self.refusal: SwapError | None = None
         self.last_over: tuple[int, Fence] | None = None
-        self._next_stamp = 1
+        self.next_stamp = 1
         self._next_step = 1
         for action in scenario.begun:
             if not self.apply(action):
@@ -124,12 +114,12 @@ class World:
         except SwapError as error:
             self.refusal = error
             return False
-        self._carry_out(answer)
+        carry_out(self, answer)
         return True
 
     def inform(self, event: events.Event) -> bool:
         """Report something; the core must take it."""
-        self._carry_out(self.core.handle(event, self.now_ns))
+        carry_out(self, self.core.handle(event, self.now_ns))
         return True
 
     def wish(self, event: events.Event, *owed: tuple[str, str | int]) -> bool:
@@ -164,7 +154,7 @@ class World:
     def end(self, step: int) -> bool:
         opened = self.open.pop(step)
         if not opened.launched:
-            self._launch(step, opened)
+            launch(self, step, opened)
         for row in opened.rows:
             self.tokens[row.name] += row.writes
         return self.inform(events.EndStep(StepId(step)))
@@ -173,8 +163,8 @@ class World:
         """The forward was launched, or part of it, and its outcome is given up."""
         opened = self.open.pop(step)
         if not opened.launched:
-            self._launch(step, opened)
-        self._edit_passes(lambda work, row: row._replace(void=True) if work.step == step else row)
+            launch(self, step, opened)
+        edit_passes(self, lambda work, row: row._replace(void=True) if work.step == step else row)
         return self.inform(events.VoidStep(StepId(step)))
 
     def cancel_step(self, step: int) -> bool:
@@ -242,7 +232,7 @@ class World:
             self._report(Report("passed", work.fence, 0))
         elif isinstance(work, Pass):
             self.device.forward(work)
-        self._skip_marks()
+        self.skip_marks()
         return True
 
     def tear(self, lane_name: str) -> bool:
@@ -252,7 +242,7 @@ class World:
         assert isinstance(work, Move)
         self.device.move(lane, work, torn=True)
         self._report(Report("failed", work.fence, work.op))
-        self._skip_marks()
+        self.skip_marks()
         return True
 
     def reject(self, lane_name: str, at: int) -> bool:
@@ -264,7 +254,7 @@ class World:
         queue[at] = Mark(work.fence, (), told=False)
         self.device.lanes[lane] = tuple(queue)
         self._report(Report("rejected", work.fence, work.op))
-        self._skip_marks()
+        self.skip_marks()
         return True
 
     def deliver(self, verb: str, op: int, lane_name: str, value: int) -> bool:
@@ -304,108 +294,10 @@ class World:
     def tick(self) -> bool:
         return self.inform(events.Tick())
 
-    def _carry_out(self, answer: list[commands.Command]) -> None:
-        for command in answer:
-            _CARRY_OUT[type(command)](self, command)
-        self._skip_marks()
-        self._poison()
-
-    def _submit(self, copy: commands.Copy) -> None:
-        check_hand_over(self, copy.after)
-        self.sent[copy.lane] += copy.num_bytes
-        self.device.push(copy.lane, as_move(copy))
-
-    def _clone_pages(self, clone: commands.ClonePages) -> None:
-        self.device.push(Lane.COMPUTE, as_twin(clone, self.core.layout))
-
-    def _record(self, record: commands.RecordFence) -> None:
-        self.device.push(Lane.COMPUTE, Mark(record.fence, (), told=True))
-
-    def _granted(self, granted: commands.StepGranted) -> None:
-        self._paid("step", granted.step)
-        check_hand_over(self, granted.after)
-        rows = []
-        for name, count in self.waiting.pop(granted.step).items():
-            sequence = self.core.sequences[SeqId(name)]
-            writes = tuple(range(self._next_stamp, self._next_stamp + count))
-            self._next_stamp += count
-            tables = tuple(tuple(table.pages.tolist()) for table in sequence.tables)
-            rows.append(Row(name, self.tokens[name], writes, tables, sequence.goal is Goal.RESTORING, void=False))
-        gated = any(row.gated for row in rows)
-        opened = Open(tuple(rows), granted.after, launched=gated)
-        self.open[granted.step] = opened
-        if gated:
-            self._launch(granted.step, opened)
-
-    def _launch(self, step: int, opened: Open) -> None:
-        """Put the forward into the compute lane; a gated one layer by layer."""
-        layers = tuple(range(self.core.layout.num_layers))
-        if not opened.launched:
-            self.device.push(Lane.COMPUTE, Pass(None, opened.after, StepId(step), layers, opened.rows))
-            return
-        for layer in layers:
-            rows = tuple(row._replace(gated=row.gated and self.opened.get(row.name, 0) <= layer) for row in opened.rows)
-            self.device.push(Lane.COMPUTE, Pass(None, opened.after, StepId(step), (layer,), rows))
-
-    def _refused(self, refused: commands.StepRefused) -> None:
-        self._paid("step", refused.step)
-        appends = self.waiting.pop(refused.step)
-        if isinstance(refused.cause, PagesExhausted):
-            check_exhausted(self, appends)
-
-    def _parked(self, parked: commands.Parked) -> None:
-        self._paid("park", parked.sequence)
-        if parked.outcome is PreemptOutcome.RECOMPUTE:
-            self.tokens[parked.sequence] = ()
-
-    def _park_undone(self, undone: commands.ParkUndone) -> None:
-        self._paid("park", undone.sequence)
-
-    def _pages_ready(self, ready: commands.PagesReady) -> None:
-        if self.opened.setdefault(ready.sequence, 0):
-            raise Violation(f"pages of {ready.sequence!r} are ready after its layers")
-
-    def _layer_ready(self, ready: commands.LayerReady) -> None:
-        name, layer = ready.sequence, int(ready.layer)
-        if self.opened.get(name) != layer:
-            raise Violation(f"layer {layer} of {name!r} is ready after {self.opened.get(name)} layers")
-        self.opened[name] = layer + 1
-        self._edit_passes(
-            lambda work, row: row._replace(gated=False) if row.name == name and layer in work.layers else row
-        )
-
-    def _restored(self, restored: commands.Restored) -> None:
-        name = restored.sequence
-        self._paid("restore", name)
-        self.opened.pop(name, None)
-        self._edit_passes(lambda work, row: row._replace(gated=False) if row.name == name else row)
-
-    def _layers_lost(self, lost: commands.LayersLost) -> None:
-        name = lost.sequence
-        self._edit_passes(lambda work, row: row._replace(void=True) if row.name == name and row.gated else row)
-
-    def _restore_undone(self, undone: commands.RestoreUndone) -> None:
-        self._paid("restore", undone.sequence)
-        self.opened.pop(undone.sequence, None)
-        if undone.voided_tokens:
-            self.tokens[undone.sequence] = self.tokens[undone.sequence][: -undone.voided_tokens]
-
-    def _gone(self, gone: commands.Gone) -> None:
-        self._paid("gone", gone.sequence)
-        del self.tokens[gone.sequence]
-
-    def _ignore(self, command: commands.Command) -> None:
-        """A wake-up time: `audit` looks at it."""
-
-    def _paid(self, kind: str, about: str | int) -> None:
-        if (kind, about) not in self.awaited:
-            raise Violation(f"news that nobody waits for: {kind} of {about!r}")
-        self.awaited.remove((kind, about))
-
     def _report(self, report: Report) -> None:
         self.reports += (report,)
 
-    def _skip_marks(self) -> None:
+    def skip_marks(self) -> None:
         """Marks move nothing, so they are reached at once: whatever waits for them could only come later."""
         for lane in Lane:
             while self.device.lanes[lane] and isinstance(self.device.lanes[lane][0], Mark):
@@ -413,25 +305,6 @@ class World:
                 assert isinstance(mark, Mark)
                 if mark.told:
                     self._report(Report("passed", mark.fence, 0))
-
-    def _edit_passes(self, change: Callable[[Pass, Row], Row]) -> None:
-        """Change rows of forwards that have not run."""
-        queue = self.device.lanes[Lane.COMPUTE]
-        self.device.lanes[Lane.COMPUTE] = tuple(
-            work._replace(rows=tuple(change(work, row) for row in work.rows)) if isinstance(work, Pass) else work
-            for work in queue
-        )
-
-    def _poison(self) -> None:
-        """Nobody may read a free page or slot: make sure that it shows."""
-        device = self.device
-        for page, state in enumerate(self.core.ledger._state.tolist()):
-            if state == PageState.FREE:
-                low = page * device.num_layers
-                device.pages[low : low + device.num_layers] = [device.poisoned] * device.num_layers
-        taken = self.core.host._taken
-        if any(place[0] not in taken for place in device.slots):
-            device.slots = {place: stamps for place, stamps in device.slots.items() if place[0] in taken}
 
 
 _VERBS: dict[str, Callable[..., bool]] = {
@@ -441,20 +314,4 @@ _VERBS: dict[str, Callable[..., bool]] = {
         *("finish", "abort", "reset", "evict", "fork", "truncate"),
         *("run", "tear", "reject", "deliver", "repeat", "hang", "wake", "tick", "settle"),
     )
-}
-_CARRY_OUT: dict[type, Callable[[World, Any], None]] = {
-    commands.Copy: World._submit,
-    commands.ClonePages: World._clone_pages,
-    commands.RecordFence: World._record,
-    commands.StepGranted: World._granted,
-    commands.StepRefused: World._refused,
-    commands.Parked: World._parked,
-    commands.ParkUndone: World._park_undone,
-    commands.PagesReady: World._pages_ready,
-    commands.LayerReady: World._layer_ready,
-    commands.Restored: World._restored,
-    commands.LayersLost: World._layers_lost,
-    commands.RestoreUndone: World._restore_undone,
-    commands.Gone: World._gone,
-    commands.WakeAt: World._ignore,
 }

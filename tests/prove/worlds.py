@@ -1,5 +1,7 @@
 """The scenarios that are explored: small enough to be met whole, scarce enough to hurt."""
 
+import attrs
+
 from swapkv.config import HostFull, RestoreOrder, SwapConfig
 from swapkv.layout import KVLayout
 from tests.prove.scenario import Action, Scenario
@@ -38,7 +40,7 @@ def _parked(name: str) -> tuple[Action, ...]:
     return ("preempt", name), ("settle",)
 
 
-WORLDS = {
+SHORT = {
     scenario.name: scenario
     for scenario in (
         Scenario(
@@ -57,7 +59,7 @@ WORLDS = {
             pages=(4,),
             host_chunks=2,
             targets={"a": (2, 3), "b": (2, 3), "c": (3, 4)},
-            budget={"preempt": 2},
+            budget={"preempt": 1},
             begun=(*_registered("a", "b", "c"), *_grown(1, "a"), *_grown(2, "b"), *_grown(3, "c"), *_parked("c")),
         ),
         Scenario(
@@ -79,7 +81,36 @@ WORLDS = {
             targets={"a": (3, 4), "x": (3, 4)},
             children=("x",),
             budget={"preempt": 2, "fork": 1},
-            begun=(*_registered("a"), *_grown(1, "a")),
+            begun=(*_registered("a"), *_grown(1, "a"), *_parked("a"), ("restore", "a"), ("settle",)),
+        ),
+        Scenario(
+            name="branches",
+            layout=ONE_PAGE_CHUNKS,
+            pages=(4,),
+            host_chunks=8,
+            targets={"a": (3, 4), "x": (3, 4)},
+            children=("x",),
+            late=True,
+            budget={"preempt": 2, "cancel": 1},
+            begun=(
+                *_registered("a"),
+                *_grown(1, "a"),
+                *_parked("a"),
+                ("restore", "a"),
+                ("settle",),
+                ("fork", "a", "x"),
+                *_grown(2, "a"),
+            ),
+        ),
+        Scenario(
+            name="reclaim",
+            layout=ONE_PAGE_CHUNKS,
+            pages=(3,),
+            host_chunks=2,
+            config=LAYER_BY_LAYER,
+            targets={"a": (3, 4), "b": (1, 2)},
+            budget={"preempt": 1, "cancel": 1},
+            begun=(*_registered("a", "b"), *_grown(1, "a"), *_parked("a"), *_grown(2, "b")),
         ),
         Scenario(
             name="hang",
@@ -100,22 +131,47 @@ WORLDS = {
                 targets={"a": (2, 3), "b": (2, 3)},
                 gates=True,
                 in_order=True,
-                budget={"preempt": 1, what: 1},
+                budget={what: 1},
                 begun=(*_registered("a", "b"), *_grown(1, "a"), *_grown(2, "b"), *_parked("b")),
             )
             for what in ("void", "cancel", "fault")
+        ),
+        Scenario(
+            name="gate queue",
+            layout=TWO_LAYERS,
+            pages=(2,),
+            host_chunks=8,
+            config=SwapConfig(segment_bytes=1, inflight_bytes_per_sequence=1),
+            targets={"a": (1, 2), "b": (1, 2), "c": (1, 2)},
+            gates=True,
+            in_order=True,
+            begun=(
+                *_registered("a", "b", "c"),
+                *_grown(1, "b"),
+                *_parked("b"),
+                *_grown(2, "c"),
+                *_parked("c"),
+                *_grown(3, "a"),
+            ),
         ),
         Scenario(
             name="family",
             layout=TWO_LAYERS,
             pages=(3,),
             host_chunks=8,
-            config=LAYER_BY_LAYER,
-            targets={"a": (3, 4), "x": (3, 4)},
+            config=SwapConfig(segment_bytes=1, ops_per_lane=2),
+            targets={"a": (3, 4), "x": (3, 4), "c": (3,)},
             children=("x",),
             in_order=True,
             budget={"cancel": 1, "fault": 1},
-            begun=(*_registered("a"), *_grown(1, "a"), ("fork", "a", "x"), *_parked("a"), *_parked("x")),
+            begun=(
+                *_registered("a", "c"),
+                *_grown(1, "a"),
+                ("fork", "a", "x"),
+                *_parked("a"),
+                *_parked("x"),
+                *_grown(2, "c"),
+            ),
         ),
         Scenario(
             name="delta",
@@ -123,7 +179,8 @@ WORLDS = {
             pages=(3,),
             host_chunks=8,
             targets={"a": (3, 4)},
-            budget={"preempt": 3, "fault": 1, "truncate": 1, "cancel": 1},
+            late=True,
+            budget={"preempt": 2, "fault": 1, "truncate": 1, "cancel": 1},
             begun=(*_registered("a"), *_grown(1, "a")),
         ),
         Scenario(
@@ -132,7 +189,7 @@ WORLDS = {
             pages=(6,),
             host_chunks=8,
             targets={"a": (2, 4, 5, 6)},
-            budget={"preempt": 2, "truncate": 1, "cancel": 1},
+            budget={"preempt": 2, "truncate": 1},
             begun=(*_registered("a"), *_grown(1, "a")),
         ),
         Scenario(
@@ -141,9 +198,9 @@ WORLDS = {
             pages=(4,),
             host_chunks=8,
             config=SwapConfig(segment_bytes=1),
-            targets={"a": (3, 4), "b": (3, 4), "c": (1, 2)},
+            targets={"a": (3, 4), "b": (3, 4), "c": (1, 2, 3)},
             priorities={"a": 1},
-            budget={"cancel": 1, "preempt": 1},
+            budget={"preempt": 1},
             begun=(
                 *_registered("a", "b", "c"),
                 *_grown(1, "a"),
@@ -175,11 +232,11 @@ WORLDS = {
             pages=(3,),
             host_chunks=8,
             config=LAYER_BY_LAYER,
-            targets={"a": (3, 4), "b": (3, 4)},
+            targets={"a": (3, 4), "b": (2, 3)},
             budget={"preempt": 1, "abort": 1, "cancel": 1},
             repeats=True,
             rude=True,
-            begun=(*_registered("a", "b"), *_grown(1, "b"), *_parked("b"), *_grown(2, "a")),
+            begun=(*_registered("a", "b"), *_grown(1, "b"), *_grown(2, "a")),
         ),
         Scenario(
             name="refusals",
@@ -204,3 +261,30 @@ WORLDS = {
         ),
     )
 }
+
+
+def _longer(name: str, base: str, **changes: object) -> Scenario:
+    """A scenario with more in it; `budget` is added to the budget of its base."""
+    scenario = SHORT[base]
+    budget = changes.pop("budget", {})
+    assert isinstance(budget, dict)
+    return attrs.evolve(scenario, name=name, budget={**scenario.budget, **budget}, **changes)
+
+
+LONG = {
+    scenario.name: scenario
+    for scenario in (
+        _longer("three from the start", "turns", begun=_registered("a", "b", "c"), late=False, budget={"preempt": 1}),
+        _longer("turns, two preempts", "turns", late=False, budget={"preempt": 2, "cancel": 1}),
+        _longer("faults, any order", "faults", in_order=False, config=LAYER_BY_LAYER, budget={"preempt": 1}),
+        _longer("faults, two preempts", "faults", budget={"preempt": 2}),
+        _longer("gate queue, priorities", "gate queue", priorities={"c": 1}),
+        _longer("gate fault, preempt", "gate fault", budget={"preempt": 1, "fault": 1}),
+        _longer("gate cancel, preempt", "gate cancel", budget={"preempt": 1, "cancel": 1}),
+        _longer("hang, two preempts", "hang", budget={"preempt": 2}),
+        _longer("scarce host, two preempts", "scarce host", budget={"preempt": 2}),
+        _longer("queue, cancel", "queue", budget={"cancel": 1}),
+    )
+}
+
+WORLDS = {**SHORT, **LONG}
