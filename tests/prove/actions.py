@@ -21,16 +21,19 @@ ADVERSE = {
     "tear": "fault",
     "reject": "fault",
     "hang": "hang",
+    "die": "die",
 }
 """Verbs that use up a budget, and which. All others are fair: they bring requests nearer to their end."""
 
-QUIET = frozenset({"run", "tear", "reject", "deliver", "hang", "wake"})
+QUIET = frozenset({"run", "tear", "reject", "die", "deliver", "hang", "wake"})
 """Verbs that are no wish of the caller."""
 
 
 def actions(world: World) -> Iterator[Action]:
     """Everything that may happen now, within the budget; one of several that are alike."""
-    yield from _device(world)
+    yield from _devices(world)
+    if world.lost:
+        return
     for step in world.open:
         yield "end", step
         if _left(world, "void"):
@@ -75,15 +78,20 @@ def _left(world: World, budget: str) -> bool:
     return world.left.get(budget, 0) > 0
 
 
-def _device(world: World) -> Iterator[Action]:
-    for lane in Lane:
-        queue = world.device.lanes[lane]
-        if world.can_run(lane):
-            yield "run", lane.name
-            if isinstance(queue[0], Move) and _left(world, "fault"):
-                yield "tear", lane.name
-        if _left(world, "fault"):
-            for at, work in enumerate(queue):
+def _devices(world: World) -> Iterator[Action]:
+    for rank, device in enumerate(world.ranks):
+        for lane in Lane:
+            if world.can_run(lane, rank):
+                yield "run", lane.name, rank
+                if isinstance(device.lanes[lane][0], Move) and _left(world, "fault"):
+                    yield "tear", lane.name, rank
+    if _left(world, "die"):
+        yield ("die",)
+    if world.lost:
+        return
+    if _left(world, "fault") and len(world.ranks) == 1:
+        for lane in Lane:
+            for at, work in enumerate(world.ranks[0].lanes[lane]):
                 if isinstance(work, Move) and not world.core.ops[work.op].hung:
                     yield "reject", lane.name, at
     for report in world.reports:

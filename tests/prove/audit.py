@@ -16,7 +16,7 @@ from swapkv.fsm.restore import in_order
 from swapkv.fsm.transitions import ChunkState
 from swapkv.ids import Fence, GroupId, Lane, SeqId
 from tests.prove.cloning import clone_core
-from tests.prove.lanes import POISON, Move, Pass, Stamps, Twin, pages_of
+from tests.prove.lanes import POISON, Device, Move, Pass, Stamps, Twin, pages_of
 from tests.prove.violation import Violation
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def check_untouched(world: World) -> None:
     """Nothing that was submitted touches a page or a slot that is free."""
     free = set(np.flatnonzero(world.core.ledger._state == PageState.FREE).tolist())
     taken = world.core.host._taken
-    for lane in world.device.lanes:
+    for lane in (lane for device in world.ranks for lane in device.lanes):
         for work in lane:
             touched = free & pages_of(work)
             if touched:
@@ -63,7 +63,12 @@ def check_lengths(world: World) -> None:
 
 def check_contents(world: World) -> None:
     """Whatever the core takes for settled holds the right stamps, on the device and in the host tier."""
-    busy = {page for work in world.device.lanes[Lane.COMPUTE] for page in _written(work, world.core.layout.page_size)}
+    for device in world.ranks:
+        _check_contents(world, device)
+
+
+def _check_contents(world: World, device: Device) -> None:
+    busy = {page for work in device.lanes[Lane.COMPUTE] for page in _written(work, world.core.layout.page_size)}
     seen: set[int] = set()
     for name, sequence in world.core.sequences.items():
         if sequence.restore is not None and sequence.restore.undoing:
@@ -71,10 +76,10 @@ def check_contents(world: World) -> None:
         for chunk in sequence.live_chunks():
             expected = _expected(world, sequence, chunk)
             if chunk.state in FILLED:
-                _check_device(world, name, chunk, expected, busy)
+                _check_device(device, name, chunk, expected, busy)
             if chunk.id not in seen and not chunk.ops:
                 seen.add(chunk.id)
-                _check_host(world, name, chunk, expected)
+                _check_host(device, name, chunk, expected)
 
 
 def check_links(world: World) -> None:
@@ -96,10 +101,14 @@ def check_links(world: World) -> None:
 def check_rest(world: World) -> None:
     """When nothing is under way, nobody waits for it; whoever waits for pages could not have them."""
     core = world.core
-    moves = world.reports or any(world.can_run(lane) for lane in Lane) or _waits_for_time(world)
-    if any(world.device.lanes) and not moves:
+    ranks = range(len(world.ranks))
+    moves = world.reports or any(world.can_run(lane, r) for lane in Lane for r in ranks) or _waits_for_time(world)
+    busy = any(any(device.lanes) for device in world.ranks)
+    if world.lost:
+        return
+    if busy and not moves:
         raise Violation("the lanes wait for one another")
-    if any(world.device.lanes) or world.open or moves:
+    if busy or world.open or moves:
         return
     if core.offloads or core.waiting_steps or core.ops:
         raise Violation("nothing is under way and an offload, a forward or a copy waits for it")
@@ -199,8 +208,8 @@ def _expected(world: World, sequence: Sequence, chunk: Chunk) -> Stamps:
     return world.tokens[sequence.id][first : first + world.core.layout.chunk_tokens]
 
 
-def _check_device(world: World, name: SeqId, chunk: Chunk, expected: Stamps, busy: set[int]) -> None:
-    layout, device = world.core.layout, world.device
+def _check_device(device: Device, name: SeqId, chunk: Chunk, expected: Stamps, busy: set[int]) -> None:
+    layout = device.layout
     pages = chunk.pages.tolist()
     for position, stamp in enumerate(expected):
         page = pages[position // layout.page_size]
@@ -212,8 +221,8 @@ def _check_device(world: World, name: SeqId, chunk: Chunk, expected: Stamps, bus
                 _wrong(name, chunk, position, layer, "on the device", found)
 
 
-def _check_host(world: World, name: SeqId, chunk: Chunk, expected: Stamps) -> None:
-    layout, device, copy = world.core.layout, world.device, chunk.copy
+def _check_host(device: Device, name: SeqId, chunk: Chunk, expected: Stamps) -> None:
+    layout, copy = device.layout, chunk.copy
     if copy.offset is None or copy.generation != chunk.generation:
         return
     first = chunk.first_live * layout.page_size

@@ -16,7 +16,7 @@ import attrs
 
 from swapkv.fsm.records import Chunk, Offload, Op, Restore, Segment, Sequence, Step, TierCopy
 from swapkv.ids import Fence, Lane, SeqId
-from tests.prove.lanes import Mark, Move, Pass, Row, Twin, Work
+from tests.prove.lanes import Device, Mark, Move, Open, Pass, Row, Twin, Work
 from tests.prove.world import World
 
 KNOWN: dict[type, str] = {
@@ -56,7 +56,7 @@ class Namer:
     def __init__(self, world: World) -> None:
         self.world, self.core = world, world.core
         self.passed: list[int] = world.core.clock._passed_up_to
-        self.reached = world.device.reached
+        self.reached = [min(values) for values in zip(*(device.reached for device in world.ranks), strict=True)]
         self.order = self._sorted_sequences()
         self.seqs: dict[str, int] = {name: at for at, name in enumerate(self.order)}
         self.ops: dict[int, int] = {op: at for at, op in enumerate(world.core.ops)}
@@ -82,17 +82,17 @@ class Namer:
             [self.seqs[name] for name in core.restores],
             core.inflight,
             [(self._slot(offset), self._fence(fence)) for offset, fence in core.stuck_slots],
-            [[self._work(work) for work in lane] for lane in world.device.lanes],
-            sorted(
-                [(self.steps[n], self._rows(o.rows), self._after(o.after), o.launched) for n, o in world.open.items()]
-            ),
+            [[[self._work(work, device) for work in lane] for lane in device.lanes] for device in world.ranks],
+            sorted([self.ops.get(op, -1) for op in world.torn]),
+            world.lost,
+            sorted([self._open(step, opened) for step, opened in world.open.items()]),
             sorted([(r.verb, self._fence(r.fence), self.ops.get(r.op, -1)) for r in world.reports]),
             self._budget(),
             self._links(),
             self._clock(),
             self._ledger(),
             self._host(),
-            self._memory(),
+            [self._memory(device) for device in world.ranks],
         )
 
     def _sorted_sequences(self) -> list[str]:
@@ -149,9 +149,9 @@ class Namer:
         """Whether a copy's deadline has passed since then: no finer time matters to copies."""
         return self.core.now_ns - since_ns >= self.core.config.copy_deadline_ns
 
-    def _after(self, fences: Iterable[Fence]) -> list[int]:
-        """What work still waits for on the device."""
-        passed, reached = self.passed, self.reached
+    def _after(self, fences: Iterable[Fence], reached: list[int]) -> list[int]:
+        """What work still waits for on a device that has got so far."""
+        passed = self.passed
         return sorted([(value - passed[lane]) * 4 + lane for lane, value in fences if value > reached[lane]])
 
     def _pages(self, pages: Iterable[int]) -> list[int]:
@@ -295,15 +295,20 @@ class Namer:
             for row in rows
         ]
 
-    def _work(self, work: Work) -> Names:
+    def _open(self, step: int, opened: Open) -> Names:
+        """A forward not launched yet: it may wait for what only some ranks have reached."""
+        return self.steps[step], self._rows(opened.rows), self._after(opened.after, self.reached), opened.launched
+
+    def _work(self, work: Work, device: Device) -> Names:
+        after = self._after(work.after, device.reached)
         if isinstance(work, Move):
             items = [(self._pages(item.pages), item.first, self._slot(item.host)) for item in work.items]
-            return self._fence(work.fence), self._after(work.after), self.ops.get(work.op, -1), work.layers, items
+            return self._fence(work.fence), after, self.ops.get(work.op, -1), work.layers, items
         if isinstance(work, Pass):
-            return self.steps.get(work.step, -1), self._after(work.after), work.layers, self._rows(work.rows)
+            return self.steps.get(work.step, -1), after, work.layers, self._rows(work.rows)
         if isinstance(work, Twin):
             pages = (self._pages(work.source), self._pages(work.target))
-            return self._fence(work.fence), self._after(work.after), work.layers, pages
+            return self._fence(work.fence), after, work.layers, pages
         assert isinstance(work, Mark)
         return self._fence(work.fence), work.told
 
@@ -335,7 +340,7 @@ class Namer:
         return [
             (
                 clock._issued[lane] - passed[lane],
-                self.reached[lane] - passed[lane],
+                [device.reached[lane] - passed[lane] for device in self.world.ranks],
                 sorted([value - passed[lane] for value in clock._reported_ahead[lane]]),
                 self._late(self.core.moved_ns[lane]),
             )
@@ -384,8 +389,8 @@ class Namer:
             return host._fresh, bins, sorted(host._taken.items()), list(self.slots.items())
         return host.used, sorted([self.slots.get(offset, -1) for offset in host._taken])
 
-    def _memory(self) -> Names:
-        device, stamps = self.world.device, self.stamps
+    def _memory(self, device: Device) -> Names:
+        stamps = self.stamps
         wide = device.num_layers
         pages = [
             [stamps.get(stamp, 0) for cell in device.pages[page * wide : (page + 1) * wide] for stamp in cell]

@@ -192,9 +192,14 @@ class _Search:
 
 
 def is_over(world: World) -> bool:
-    """Whether all requests have ended and nothing is under way. Raises `Violation` if something is left behind then."""
+    """Whether all requests have ended and nothing is under way, or a rank is lost, and the pool with it.
+
+    Raises `Violation` if something is left behind then.
+    """
     core = world.core
-    if core.sequences or world.unborn or any(world.device.lanes) or world.reports:
+    if world.lost:
+        return True
+    if core.sequences or world.unborn or any(any(device.lanes) for device in world.ranks) or world.reports:
         return False
     if core.chunks or core.ops or core.steps or core.host.used or core.stuck_slots:
         raise Violation("all requests have ended and something is left in the core")

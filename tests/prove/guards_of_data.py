@@ -73,7 +73,7 @@ REFERENCES = (
     canary(
         "tail-taken-without-copy",
         "a tail is taken from parked sequences only when they have a copy",
-        "fork",
+        "fork without a copy",
         "fsm.edit:costs_copy",
         "not (chunk.clean and offload.may_leave(core, chunk, sequence))",
         "not offload.may_leave(core, chunk, sequence)",
@@ -145,7 +145,7 @@ REFERENCES = (
     canary(
         "leaving-shared-chunk-goes",
         "a chunk that somebody wants by the end of an offload stays",
-        "fork",
+        "branches",
         "fsm.offload:_let_go",
         "if core.wanted(chunk, apart_from=sequence):",
         "if False:",
@@ -196,7 +196,7 @@ COPIES = (
     canary(
         "clean-before-all-layers",
         "a chunk is clean only when all its layers have been copied",
-        "gate fault",
+        "layer by layer",
         "fsm.offload:landed",
         "if chunk.landed == (1 << len(core.layout.groups[chunk.group].layers)) - 1:",
         "if True:",

@@ -12,7 +12,7 @@ from swapkv.fsm.ledger import PageState
 from swapkv.fsm.records import Goal
 from swapkv.ids import Lane, SeqId, StepId
 from tests.prove.audit import check_exhausted, check_hand_over
-from tests.prove.lanes import Mark, Open, Pass, Row, as_move, as_twin
+from tests.prove.lanes import Mark, Open, Pass, Row, Work, as_move, as_twin
 from tests.prove.violation import Violation
 
 if TYPE_CHECKING:
@@ -34,15 +34,20 @@ def _submit(world: World, copy: commands.Copy) -> None:
     if work is None or work.undoing:
         raise Violation(f"a copy of {copy.sequence!r} is submitted for what is being undone")
     world.sent[copy.lane] += copy.num_bytes
-    world.device.push(copy.lane, as_move(copy))
+    _push(world, copy.lane, as_move(copy))
 
 
 def _clone_pages(world: World, clone: commands.ClonePages) -> None:
-    world.device.push(Lane.COMPUTE, as_twin(clone, world.core.layout))
+    _push(world, Lane.COMPUTE, as_twin(clone, world.core.layout))
+
+
+def _push(world: World, lane: Lane, work: Work) -> None:
+    for device in world.ranks:
+        device.push(lane, work)
 
 
 def _record(world: World, record: commands.RecordFence) -> None:
-    world.device.push(Lane.COMPUTE, Mark(record.fence, (), told=True))
+    _push(world, Lane.COMPUTE, Mark(record.fence, (), told=True))
 
 
 def _granted(world: World, granted: commands.StepGranted) -> None:
@@ -66,11 +71,11 @@ def launch(world: World, step: int, opened: Open) -> None:
     """Put the forward into the compute lane; a gated one layer by layer."""
     layers = tuple(range(world.core.layout.num_layers))
     if not opened.launched:
-        world.device.push(Lane.COMPUTE, Pass(None, opened.after, StepId(step), layers, opened.rows))
+        _push(world, Lane.COMPUTE, Pass(None, opened.after, StepId(step), layers, opened.rows))
         return
     for layer in layers:
         rows = tuple(row._replace(gated=row.gated and world.opened.get(row.name, 0) <= layer) for row in opened.rows)
-        world.device.push(Lane.COMPUTE, Pass(None, opened.after, StepId(step), (layer,), rows))
+        _push(world, Lane.COMPUTE, Pass(None, opened.after, StepId(step), (layer,), rows))
 
 
 def _refused(world: World, refused: commands.StepRefused) -> None:
@@ -141,23 +146,23 @@ def _paid(world: World, kind: str, about: str | int) -> None:
 
 def edit_passes(world: World, change: Callable[[Pass, Row], Row]) -> None:
     """Change rows of forwards that have not run."""
-    queue = world.device.lanes[Lane.COMPUTE]
-    world.device.lanes[Lane.COMPUTE] = tuple(
-        work._replace(rows=tuple(change(work, row) for row in work.rows)) if isinstance(work, Pass) else work
-        for work in queue
-    )
+    for device in world.ranks:
+        device.lanes[Lane.COMPUTE] = tuple(
+            work._replace(rows=tuple(change(work, row) for row in work.rows)) if isinstance(work, Pass) else work
+            for work in device.lanes[Lane.COMPUTE]
+        )
 
 
 def _poison(world: World) -> None:
     """Nobody may read a free page or slot: make sure that it shows."""
-    device = world.device
-    for page, state in enumerate(world.core.ledger._state.tolist()):
-        if state == PageState.FREE:
+    free = [page for page, state in enumerate(world.core.ledger._state.tolist()) if state == PageState.FREE]
+    taken = world.core.host._taken
+    for device in world.ranks:
+        for page in free:
             low = page * device.num_layers
             device.pages[low : low + device.num_layers] = [device.poisoned] * device.num_layers
-    taken = world.core.host._taken
-    if any(place[0] not in taken for place in device.slots):
-        device.slots = {place: stamps for place, stamps in device.slots.items() if place[0] in taken}
+        if any(place[0] not in taken for place in device.slots):
+            device.slots = {place: stamps for place, stamps in device.slots.items() if place[0] in taken}
 
 
 _CARRY_OUT: dict[type, Callable[[World, Any], None]] = {

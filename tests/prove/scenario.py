@@ -13,7 +13,7 @@ from swapkv.layout import KVLayout
 Action: TypeAlias = tuple[str | int, ...]
 """A verb and what it is about: `("preempt", "a")`, `("run", "OUT")`, `("deliver", "done", 3)`."""
 
-BUDGETS = ("preempt", "cancel", "fault", "void", "truncate", "fork", "abort", "hang", "evict")
+BUDGETS = ("preempt", "cancel", "fault", "void", "truncate", "fork", "abort", "hang", "evict", "die")
 
 
 @attrs.frozen(kw_only=True)
@@ -26,7 +26,8 @@ class Scenario:
     `budget`: how many of each of `BUDGETS` may happen. `repeats`: completions may be reported again.
     `in_order`: each lane's reports come in its order, though not those of different lanes.
     `late`: a sequence may be preempted after its last step.
-    `rude`: wishes are also made in states that refuse them. `priorities`: of restores, by name.
+    `rude`: wishes are also made in states that refuse them. `priorities`: of restores, by name. `ranks`: devices that
+    do the same, each in its own time.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Scenario:
     repeats: bool = False
     rude: bool = False
     priorities: Mapping[str, int] = attrs.field(default=MappingProxyType({}))
+    ranks: int = 1
 
     kinds: Mapping[str, int] = attrs.field(init=False)
     """Which sequences are alike: those with equal numbers may be exchanged for one another."""

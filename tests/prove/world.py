@@ -1,4 +1,4 @@
-"""A world: the real core, a device whose copies read their source when they run, and a model of what must be read."""
+"""A world: the real core, devices whose copies read their source when they run, and a model of what must be read."""
 
 from collections.abc import Callable
 
@@ -22,13 +22,17 @@ class World:
 
     `tokens[name]`: the stamps that the sequence must hold. `unborn`: names not registered yet. `waiting`: steps that
     wait for pages. `opened[name]`: layers told as ready in the restore under way. `awaited`: news that the core owes.
-    `sent`: bytes submitted a lane, rejected copies left out. `left`: what remains of the budget.
+    `sent`: bytes submitted a lane, rejected copies left out. `left`: what remains of the budget. `ranks`: a device of
+    each, all of them told the same; what has ended on all is reported. `torn`: copies that have failed on some rank.
+    `lost`: whether the last rank has died, which ends all reports.
     """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.core = SwapCore(scenario.layout, scenario.pages, scenario.host_bytes, scenario.config)
-        self.device = Device(scenario.layout, sum(scenario.pages))
+        self.ranks = [Device(scenario.layout, sum(scenario.pages)) for _ in range(scenario.ranks)]
+        self.torn: frozenset[int] = frozenset()
+        self.lost = False
         self.tokens: dict[str, Stamps] = {}
         self.unborn = tuple(name for name in scenario.targets if name not in scenario.children)
         self.unforked = scenario.children
@@ -52,7 +56,7 @@ class World:
     def clone(self) -> "World":
         twin = object.__new__(World)
         twin.__dict__.update(self.__dict__)
-        twin.core, twin.device = clone_core(self.core), self.device.clone()
+        twin.core, twin.ranks = clone_core(self.core), [device.clone() for device in self.ranks]
         twin.tokens, twin.open, twin.waiting = dict(self.tokens), dict(self.open), dict(self.waiting)
         twin.opened, twin.awaited = dict(self.opened), set(self.awaited)
         twin.sent, twin.left = list(self.sent), dict(self.left)
@@ -88,19 +92,22 @@ class World:
     def settle(self) -> bool:
         """Run and report until nothing is left."""
         while True:
-            lane = next((lane for lane in Lane if self.can_run(lane)), None)
-            if lane is not None:
-                self.run(lane.name)
+            at = next(
+                ((lane, rank) for rank in range(len(self.ranks)) for lane in Lane if self.can_run(lane, rank)), None
+            )
+            if at is not None:
+                self.run(at[0].name, at[1])
             elif self.reports:
                 report = self.reports[0]
                 self.deliver(report.verb, report.op, report.fence.lane.name, report.fence.value)
             else:
                 return True
 
-    def can_run(self, lane: Lane) -> bool:
+    def can_run(self, lane: Lane, rank: int) -> bool:
         """Whether the first work of `lane` could run now."""
-        queue = self.device.lanes[lane]
-        if not queue or not self.device.ready(queue[0]):
+        device = self.ranks[rank]
+        queue = device.lanes[lane]
+        if not queue or not device.ready(queue[0]) or (self.lost and rank == len(self.ranks) - 1):
             return False
         work = queue[0]
         return not (isinstance(work, Pass) and any(row.gated and not row.void for row in work.rows))
@@ -220,41 +227,48 @@ class World:
         self.tokens[name] = self.tokens[name][:tokens]
         return True
 
-    def run(self, lane_name: str) -> bool:
+    def run(self, lane_name: str, rank: int = 0) -> bool:
         """Let the lane do its first work."""
-        lane = Lane[lane_name]
-        work = self.device.pop(lane)
+        lane, device = Lane[lane_name], self.ranks[rank]
+        work = device.pop(lane)
         if isinstance(work, Move):
-            self.device.move(lane, work, torn=False)
-            self._report(Report("done", work.fence, work.op))
+            device.move(lane, work, torn=False)
+            self._ended(work.fence, work.op)
         elif isinstance(work, Twin):
-            self.device.twin(work)
-            self._report(Report("passed", work.fence, 0))
+            device.twin(work)
+            self._ended(work.fence, 0)
         elif isinstance(work, Pass):
-            self.device.forward(work)
+            device.forward(work)
         self.skip_marks()
         return True
 
-    def tear(self, lane_name: str) -> bool:
+    def tear(self, lane_name: str, rank: int = 0) -> bool:
         """The lane's first copy fails halfway."""
-        lane = Lane[lane_name]
-        work = self.device.pop(lane)
+        lane, device = Lane[lane_name], self.ranks[rank]
+        work = device.pop(lane)
         assert isinstance(work, Move)
-        self.device.move(lane, work, torn=True)
-        self._report(Report("failed", work.fence, work.op))
+        device.move(lane, work, torn=True)
+        self.torn |= {work.op}
+        self._ended(work.fence, work.op)
         self.skip_marks()
         return True
 
     def reject(self, lane_name: str, at: int) -> bool:
-        """The copy at place `at` of the lane was never accepted by the device."""
+        """The copy at place `at` of the lane was never accepted: no rank has begun it."""
         lane = Lane[lane_name]
-        queue = list(self.device.lanes[lane])
-        work = queue[at]
-        assert isinstance(work, Move)
-        queue[at] = Mark(work.fence, (), told=False)
-        self.device.lanes[lane] = tuple(queue)
-        self._report(Report("rejected", work.fence, work.op))
+        for device in self.ranks:
+            queue = list(device.lanes[lane])
+            work = queue[at]
+            assert isinstance(work, Move)
+            queue[at] = Mark(work.fence, (), told=False)
+            device.lanes[lane] = tuple(queue)
+        self.reports += (Report("rejected", work.fence, work.op),)
         self.skip_marks()
+        return True
+
+    def die(self) -> bool:
+        """The last rank is gone: it ends nothing any more, so that nothing is reported any more either."""
+        self.lost = True
         return True
 
     def deliver(self, verb: str, op: int, lane_name: str, value: int) -> bool:
@@ -294,17 +308,23 @@ class World:
     def tick(self) -> bool:
         return self.inform(events.Tick())
 
-    def _report(self, report: Report) -> None:
-        self.reports += (report,)
+    def _ended(self, fence: Fence, op: int) -> None:
+        """Work has ended on one rank. When it has on all, that is reported: as failed if it has failed anywhere."""
+        if any(device.reached[fence.lane] < fence.value for device in self.ranks):
+            return
+        verb = "passed" if not op else "failed" if op in self.torn else "done"
+        self.torn -= {op}
+        self.reports += (Report(verb, fence, op),)
 
     def skip_marks(self) -> None:
         """Marks move nothing, so they are reached at once: whatever waits for them could only come later."""
-        for lane in Lane:
-            while self.device.lanes[lane] and isinstance(self.device.lanes[lane][0], Mark):
-                mark = self.device.pop(lane)
-                assert isinstance(mark, Mark)
-                if mark.told:
-                    self._report(Report("passed", mark.fence, 0))
+        for device in self.ranks:
+            for lane in Lane:
+                while device.lanes[lane] and isinstance(device.lanes[lane][0], Mark):
+                    mark = device.pop(lane)
+                    assert isinstance(mark, Mark)
+                    if mark.told:
+                        self._ended(mark.fence, 0)
 
 
 _VERBS: dict[str, Callable[..., bool]] = {
@@ -312,6 +332,6 @@ _VERBS: dict[str, Callable[..., bool]] = {
     for verb in (
         *("register", "step", "end", "void", "cancel_step", "preempt", "cancel_preempt", "restore", "cancel_restore"),
         *("finish", "abort", "reset", "evict", "fork", "truncate"),
-        *("run", "tear", "reject", "deliver", "repeat", "hang", "wake", "tick", "settle"),
+        *("run", "tear", "reject", "die", "deliver", "repeat", "hang", "wake", "tick", "settle"),
     )
 }

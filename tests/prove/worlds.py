@@ -84,6 +84,16 @@ SHORT = {
             begun=(*_registered("a"), *_grown(1, "a"), *_parked("a"), ("restore", "a"), ("settle",)),
         ),
         Scenario(
+            name="fork without a copy",
+            layout=TWO_PAGE_CHUNKS,
+            pages=(4,),
+            host_chunks=8,
+            targets={"a": (3, 4), "x": (3, 4)},
+            children=("x",),
+            budget={"preempt": 2, "cancel": 1, "fault": 1},
+            begun=(*_registered("a"), *_grown(1, "a"), ("fork", "a", "x")),
+        ),
+        Scenario(
             name="branches",
             layout=ONE_PAGE_CHUNKS,
             pages=(4,),
@@ -111,6 +121,31 @@ SHORT = {
             targets={"a": (3, 4), "b": (1, 2)},
             budget={"preempt": 1, "cancel": 1},
             begun=(*_registered("a", "b"), *_grown(1, "a"), *_parked("a"), *_grown(2, "b")),
+        ),
+        Scenario(
+            name="layer by layer",
+            layout=TWO_LAYERS,
+            pages=(2,),
+            host_chunks=8,
+            config=LAYER_BY_LAYER,
+            targets={"a": (3, 4)},
+            late=True,
+            budget={"preempt": 2, "fault": 1, "cancel": 1},
+            begun=(*_registered("a"), *_grown(1, "a")),
+        ),
+        *(
+            Scenario(
+                name=f"ranks, {', '.join(budget)}",
+                layout=ONE_PAGE_CHUNKS,
+                pages=(3,),
+                host_chunks=8,
+                targets={"a": (2, 3), "b": (2, 3)},
+                ranks=2,
+                in_order=True,
+                budget=dict.fromkeys(("preempt", *budget), 1),
+                begun=(*_registered("a", "b"), *_grown(1, "b"), *_parked("b"), *_grown(2, "a")),
+            )
+            for budget in (("cancel", "fault"), ("die",), ("hang",))
         ),
         Scenario(
             name="hang",
