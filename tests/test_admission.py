@@ -11,7 +11,7 @@ from swapkv.fsm import edit, events
 from swapkv.fsm.core import SwapCore
 from swapkv.ids import Lane, SeqId
 from swapkv.layout import KVLayout
-from tests.faults.stage import Stage
+from tests.kit.stage import Stage
 
 A = SeqId("a")
 MAX_TOKENS = 14

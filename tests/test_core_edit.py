@@ -9,8 +9,8 @@ from swapkv.fsm import commands, edit, events
 from swapkv.fsm.queries import SequenceState
 from swapkv.ids import GroupId, SeqId
 from swapkv.layout import KVLayout
-from tests.faults.stage import GROUP, PLAIN, Stage
 from tests.kit.scenes import copies, news, table, trip, with_tokens
+from tests.kit.stage import GROUP, PLAIN, Stage
 
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
 

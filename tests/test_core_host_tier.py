@@ -9,8 +9,8 @@ from swapkv.fsm.core import SwapCore
 from swapkv.fsm.queries import SequenceState
 from swapkv.ids import GroupId, SeqId
 from swapkv.layout import KVLayout
-from tests.faults.stage import GROUP, PLAIN, Stage
 from tests.kit.scenes import news, trip, with_tokens
+from tests.kit.stage import GROUP, PLAIN, Stage
 
 A, B = SeqId("a"), SeqId("b")
 

@@ -9,9 +9,9 @@ from swapkv.fsm.queries import SequenceState, victims
 from swapkv.fsm.records import Goal
 from swapkv.fsm.transitions import ChunkState
 from swapkv.ids import Fence, Lane, OpId, SeqId
-from tests.faults.stage import GROUP, PLAIN, SMALL_COPIES, Stage
 from tests.kit import guards
 from tests.kit.scenes import PAGE_BYTES, copies, news, states, table, trip, with_tokens
+from tests.kit.stage import GROUP, PLAIN, SMALL_COPIES, Stage
 
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
 

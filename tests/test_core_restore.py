@@ -12,9 +12,9 @@ from swapkv.fsm.queries import SequenceState
 from swapkv.fsm.records import Restore, Sequence
 from swapkv.fsm.transitions import ChunkState
 from swapkv.ids import Fence, Lane, LayerId, SeqId
-from tests.faults.stage import PLAIN, Stage
 from tests.kit import guards
 from tests.kit.scenes import copies, news, states, table, with_tokens
+from tests.kit.stage import PLAIN, Stage
 
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
 LAYER_BYTES = PLAIN.layer_bytes[0]

@@ -10,8 +10,8 @@ from swapkv.fsm import commands, events, restore
 from swapkv.fsm.queries import SequenceState
 from swapkv.fsm.transitions import ChunkState
 from swapkv.ids import Lane, SeqId
-from tests.faults.stage import GROUP, PLAIN, Stage
 from tests.kit.scenes import PAGE_BYTES, copies, news, states, table, trip, with_tokens
+from tests.kit.stage import GROUP, PLAIN, Stage
 
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
 LAYER_BYTES = PLAIN.layer_bytes[0]

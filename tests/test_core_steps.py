@@ -12,9 +12,9 @@ from swapkv.fsm.queries import SequenceState
 from swapkv.fsm.records import Chunk
 from swapkv.fsm.transitions import ChunkState
 from swapkv.ids import Fence, Lane, LayerId, SeqId, StepId
-from tests.faults.stage import GROUP, PLAIN, Stage
 from tests.kit.scenes import copies as copies_of
 from tests.kit.scenes import news, states, table, trip, with_tokens
+from tests.kit.stage import GROUP, PLAIN, Stage
 
 A, B, C = SeqId("a"), SeqId("b"), SeqId("c")
 LAYER_BYTES = PLAIN.layer_bytes[0]

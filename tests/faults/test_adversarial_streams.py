@@ -16,8 +16,7 @@ from swapkv import HostDevice, Restoring
 from swapkv.executor import Executor
 from swapkv.streams.host import Operation
 from swapkv.transfers import Transfers
-from tests.faults.traffic import deferred_stepped_pool, run_pool_traffic
-from tests.kit.deferred import DeferredDevice, DeferredReaper
+from tests.kit.late_traffic import run_late_async, run_late_stepped, run_pool_traffic
 
 SEEDS = range(20)
 
@@ -63,29 +62,14 @@ class ShuffledDevice(HostDevice):
                 self._changed.notify_all()
 
 
-def run_stepped(seed: int) -> None:
-    with deferred_stepped_pool(seed) as traffic:
-        traffic.run(250)
-
-
-def run_async(seed: int) -> None:
-    anyio.run(run_pool_traffic, seed, 15, DeferredDevice())
-
-
-@pytest.fixture
-def held_reapers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swapkv.driver.Reaper", DeferredReaper)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_stepped_pool_on_late_streams_reads_what_was_written(seed: int) -> None:
-    run_stepped(seed)
+    run_late_stepped(seed)
 
 
-@pytest.mark.usefixtures("held_reapers")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_pool_on_late_streams_reads_what_was_written(seed: int) -> None:
-    run_async(seed)
+    run_late_async(seed)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -111,17 +95,16 @@ def gates_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Restoring, "gate", lambda self, layer, stream: None)
 
 
-@pytest.mark.usefixtures("held_reapers")
 @pytest.mark.parametrize(
     ("run", "without"),
     [
-        (run_stepped, no_fence_is_waited_for),
-        (run_stepped, copies_do_not_wait),
-        (run_stepped, compute_streams_know_nothing_of_each_other),
-        (run_async, no_fence_is_waited_for),
-        (run_async, copies_do_not_wait),
-        (run_async, compute_streams_know_nothing_of_each_other),
-        (run_async, gates_are_open),
+        (run_late_stepped, no_fence_is_waited_for),
+        (run_late_stepped, copies_do_not_wait),
+        (run_late_stepped, compute_streams_know_nothing_of_each_other),
+        (run_late_async, no_fence_is_waited_for),
+        (run_late_async, copies_do_not_wait),
+        (run_late_async, compute_streams_know_nothing_of_each_other),
+        (run_late_async, gates_are_open),
     ],
 )
 def test_late_streams_without_an_order_are_caught(

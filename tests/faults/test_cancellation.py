@@ -13,7 +13,7 @@ from swapkv.fsm import commands, events, restore
 from swapkv.fsm.ledger import PageLedger
 from swapkv.ids import Lane, OpId, SeqId
 from swapkv.streams.host import HostDevice, Operation, Work
-from tests.faults.stage import GROUP, Stage, careless
+from tests.kit.stage import GROUP, Stage, careless
 from tests.kit.writing import Writer
 from tests.test_pool import small_layout
 

@@ -8,7 +8,7 @@ from swapkv.fsm import commands, events
 from swapkv.fsm.queries import SequenceState
 from swapkv.ids import Lane, SeqId
 from swapkv.streams.host import HostDevice, Operation, Work
-from tests.faults.stage import Stage
+from tests.kit.stage import Stage
 from tests.kit.writing import Writer
 from tests.test_pool import small_layout
 

@@ -29,7 +29,7 @@ from swapkv.stepped import SteppedPool, open_stepped_pool
 from swapkv.streams.host import HostStream, Operation
 from swapkv.streams.host_events import HostCopyEvent, HostEvent
 from tests.faults.pools import LONG_S, SMALL, Faulty, one_on_the_device, raises
-from tests.faults.stage import Stage
+from tests.kit.stage import Stage
 from tests.kit.writing import Writer
 from tests.test_pool import small_layout
 

@@ -15,9 +15,9 @@ from swapkv.fsm.ledger import PageLedger, PageState
 from swapkv.fsm.queries import SequenceState
 from swapkv.ids import ChunkId, Lane, SeqId, StepId
 from swapkv.stepped import open_stepped_pool
-from tests.faults.stage import GROUP, PLAIN, Stage, careless
 from tests.kit.deferred import DeferredDevice
 from tests.kit.late_writing import LateWriter
+from tests.kit.stage import GROUP, PLAIN, Stage, careless
 from tests.test_pool import small_layout
 
 A, B = SeqId("a"), SeqId("b")

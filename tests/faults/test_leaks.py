@@ -18,7 +18,7 @@ from swapkv.fsm.queries import SequenceState
 from swapkv.ids import ChunkId, GroupId, Lane, OpId, SeqId, StepId
 from swapkv.statistics import PoolStatistics
 from swapkv.stepped import open_stepped_pool
-from tests.faults.stage import GROUP, PLAIN, Stage, careless
+from tests.kit.stage import GROUP, PLAIN, Stage, careless
 from tests.kit.writing import Writer
 from tests.test_pool import small_layout
 

@@ -7,7 +7,7 @@ from swapkv.errors import TransferError
 from swapkv.fsm import commands, offload
 from swapkv.fsm.queries import SequenceState
 from swapkv.ids import Lane
-from tests.faults.stage import PLAIN, SMALL_COPIES, WINDOWED, Stage
+from tests.kit.stage import PLAIN, SMALL_COPIES, WINDOWED, Stage
 
 
 def preempt_with_no_room_for_all() -> None:

@@ -12,7 +12,7 @@ from swapkv import Pool, SequenceState, SwapConfig, TransferError, Verify, open_
 from swapkv.fsm.commands import Copy
 from swapkv.ids import Lane
 from swapkv.streams.host import HostDevice, Operation, Work
-from tests.faults.traffic import nothing_is_left
+from tests.kit.late_traffic import nothing_is_left
 from tests.kit.writing import Writer
 from tests.test_pool import small_layout
 

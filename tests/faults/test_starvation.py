@@ -7,7 +7,7 @@ from swapkv.config import SECOND_NS, SwapConfig
 from swapkv.fsm import commands
 from swapkv.fsm.queries import SequenceState, victims
 from swapkv.ids import SeqId
-from tests.faults.stage import Stage
+from tests.kit.stage import Stage
 
 
 def rounds_until_the_patient_one_comes(priority: int, aging_cap: int, most: int) -> int:

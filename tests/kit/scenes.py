@@ -5,7 +5,7 @@ from typing import TypeVar
 from swapkv.fsm import commands
 from swapkv.fsm.transitions import ChunkState
 from swapkv.ids import Lane, SeqId
-from tests.faults.stage import GROUP, PLAIN, Stage
+from tests.kit.stage import GROUP, PLAIN, Stage
 
 T = TypeVar("T")
 

@@ -1,6 +1,7 @@
-"""Cores with one guard removed. Each must be caught: one that survives is a hole in the worlds, or a guard too many."""
+"""Cores and drivers with one guard removed. Each must be caught: one that survives is a hole, or a guard too many."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -10,8 +11,9 @@ import attrs
 from swapkv.fsm.commands import Command
 from swapkv.fsm.core import SwapCore
 from swapkv.fsm.events import Event
-from tests.prove import guards_of_data, guards_of_moves, guards_of_turns
-from tests.prove.explore import Outcome, explore
+from tests.prove import guards_of_data, guards_of_drivers, guards_of_moves, guards_of_turns
+from tests.prove.catchers import catcher
+from tests.prove.explore import explore
 from tests.prove.mutation import Canary, applied
 from tests.prove.violation import Violation
 from tests.prove.worlds import WORLDS
@@ -26,6 +28,8 @@ CANARIES: dict[str, Canary] = {
         guards_of_moves.HANGS,
         guards_of_turns.BUDGETS,
         guards_of_turns.STEPS,
+        guards_of_drivers.ORDER,
+        guards_of_drivers.CALLS,
     )
     for canary in canaries
 }
@@ -33,15 +37,48 @@ CANARIES: dict[str, Canary] = {
 ENDLESS_S = 5
 
 
-def fly(canary: Canary, limit: int | None = None) -> Outcome:
-    """Explore the canary's world with its guard removed, until it is caught or `limit` states have been met."""
+@attrs.frozen
+class Flight:
+    """What became of a canary. `error`: what was found, None if it survived."""
+
+    canary: Canary
+    error: BaseException | None
+    seconds: float
+
+    @property
+    def words(self) -> str:
+        """What was found, in one line."""
+        error = self.error
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is None:
+            return "survived"
+        first = str(error).strip().split("\n")[0]
+        return f"{type(error).__name__}: {first}" if first else f"{type(error).__name__}"
+
+
+def fly(canary: Canary) -> Flight:
+    """Run what should catch the canary with its guard removed, until it does or has come to its end."""
+    begin_s = time.perf_counter()
     with applied(canary.edits), _endless_is_caught():
-        return explore(WORLDS[canary.world], limit=limit)
+        error = _catch(canary.catcher)
+    return Flight(canary, error, time.perf_counter() - begin_s)
 
 
-def elsewhere(canary: Canary, world: str) -> Canary:
-    """The same canary in another world."""
-    return attrs.evolve(canary, world=world)
+def elsewhere(canary: Canary, catcher: str) -> Canary:
+    """The same canary for another catcher."""
+    return attrs.evolve(canary, catcher=catcher)
+
+
+def _catch(name: str) -> BaseException | None:
+    if name in WORLDS:
+        found = explore(WORLDS[name]).found
+        return None if found is None else found.error
+    try:
+        catcher(name)()
+    except Exception as error:
+        return error
+    return None
 
 
 @contextmanager

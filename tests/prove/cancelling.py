@@ -1,14 +1,17 @@
 """Every public async call, cancelled wherever it can be: afterwards things are as before, or it has succeeded."""
 
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable
 from contextlib import asynccontextmanager, suppress
+from enum import Enum
 from typing import Any, TypeAlias
 
 import anyio
 import attrs
+import pytest
 
 from swapkv import (
+    Forward,
     KVDtype,
     KVLayout,
     PagesExhausted,
@@ -19,20 +22,15 @@ from swapkv import (
     Verify,
     open_pool,
 )
+from swapkv.fsm import events
+from swapkv.ids import SeqId
 from swapkv.streams.host import HostDevice, Operation, Work
+from swapkv.waiters import Waiters
 from tests.kit.sweep import Outcome, cancel_at, sweep
 from tests.kit.writing import Writer
 
 TOKENS = 21
 Call: TypeAlias = Callable[[], Coroutine[Any, Any, Any]]
-
-
-@attrs.frozen
-class Sweep:
-    """A call that is cancelled everywhere. `call` makes it for a pool; `verify` looks at the pool after it."""
-
-    call: Callable[[Pool, Writer], Call]
-    verify: Callable[[Pool, Writer, Outcome], None]
 
 
 class HeldDevice(HostDevice):
@@ -47,6 +45,17 @@ class HeldDevice(HostDevice):
         if operation.work in (Work.GATHER, Work.SCATTER):
             self.open.wait(10)
         super().execute(operation)
+
+
+@attrs.frozen
+class Sweep:
+    """A call that is cancelled everywhere. `call` makes it for a pool that `prepare` has set up; `verify` looks at it after."""
+
+    call: Callable[[Pool, Writer, HeldDevice], Call]
+    verify: Callable[[Pool, Writer, Outcome], None]
+    prepare: Callable[[Pool, Writer], Awaitable[None]] = attrs.field(
+        default=lambda pool, writer: _nothing(pool, writer)
+    )
 
 
 @asynccontextmanager
@@ -67,16 +76,25 @@ async def written_pool() -> AsyncIterator[tuple[Pool, Writer, HeldDevice]]:
         yield pool, writer, device
 
 
-async def cancel_everywhere(tried: Sweep, *, held: bool) -> int:
-    """Cancel the call at every suspension; returns how many there were.
+class When(Enum):
+    """Where a call is cancelled."""
 
-    With `held`, its copies do not run before everything is blocked, so that the cancellation finds them in flight.
-    """
+    FREE = "suspended"
+    HELD = "suspended, its copies in flight"
+    """Copies and callables do not run before everything is blocked."""
+    NEWS = "in the moment of news"
+    """Right after something that it, or another call, waits for has come, before it can go on."""
+
+
+async def cancel_everywhere(tried: Sweep, when: When) -> int:
+    """Cancel the call wherever it can be, in a pool of its own each time; returns how many places there were."""
 
     async def trial(at: int) -> Outcome:
         async with written_pool() as (pool, writer, device):
-            if held:
+            if when is When.HELD:
                 device.open.clear()
+            await tried.prepare(pool, writer)
+            call = tried.call(pool, writer, device)
 
             async def let_go() -> None:
                 await anyio.wait_all_tasks_blocked()
@@ -84,7 +102,7 @@ async def cancel_everywhere(tried: Sweep, *, held: bool) -> int:
 
             async with anyio.create_task_group() as group:
                 group.start_soon(let_go)
-                outcome = await cancel_at(tried.call(pool, writer), at)
+                outcome = await (_cancel_at_news(pool, call, at) if when is When.NEWS else cancel_at(call, at))
             tried.verify(pool, writer, outcome)
             await _settle_and_check(pool, writer)
             return outcome
@@ -92,19 +110,49 @@ async def cancel_everywhere(tried: Sweep, *, held: bool) -> int:
     return await sweep(trial)
 
 
+async def _cancel_at_news(pool: Pool, call: Call, at: int) -> Outcome:
+    """Like `cancel_at`, but counts news instead of suspensions."""
+    outcome = Outcome(at=at, suspensions=0, cancelled=True)
+    waiters = pool._driver.waiters
+    with anyio.CancelScope() as scope:
+
+        def end(kind: str, key: Hashable, value: object = None, error: BaseException | None = None) -> None:
+            Waiters.end(waiters, kind, key, value, error)
+            outcome.suspensions += 1
+            if outcome.suspensions == at:
+                scope.cancel()
+
+        waiters.end = end  # type: ignore[method-assign]
+        try:
+            outcome.value = await call()
+            outcome.cancelled = False
+        finally:
+            del waiters.end  # type: ignore[method-assign]
+    return outcome
+
+
 async def _settle_and_check(pool: Pool, writer: Writer) -> None:
-    """Everything is where it should be, and both sequences still have their bytes."""
-    pool._core.check()
-    for name in ("a", "b"):
-        if name in pool._core.sequences:
-            await pool.resume(name)
-            await writer.check(name)
-            await pool.preempt(name)
+    """Nothing is left of the call, and all sequences still have their bytes."""
+    core = pool._core
+    core.check()
+    assert not core.steps, "a forward was left behind"
+    assert not pool._executor._forwards, "a forward's stream was left behind"
+    assert not pool._driver.restores, "a restore was left behind"
+    assert not pool._driver.waiters._by_place, "a waiter was left behind"
+    for name in list(core.offloads):
+        await pool._driver.waiters.add("park", name).wait()
+    for name in list(core.sequences):
+        await pool.preempt(name)
+    for name in list(core.sequences):
+        await pool.resume(name)
+        await writer.check(name)
+        await pool.preempt(name)
     counts = pool.statistics().pages[0]
-    assert counts.owned == 0
-    assert counts.quarantined == 0
-    assert not pool._driver.restores
-    assert not any(pool._driver.waiters._by_place.values()), "a waiter was left behind"
+    assert counts.owned == counts.quarantined == 0
+
+
+async def _nothing(pool: Pool, writer: Writer) -> None:
+    """Nothing else is going on."""
 
 
 def _preempted(pool: Pool, writer: Writer, outcome: Outcome) -> None:
@@ -117,7 +165,30 @@ def _resumed(pool: Pool, writer: Writer, outcome: Outcome) -> None:
     assert pool.state("b") is (SequenceState.OFFLOADED if outcome.cancelled else SequenceState.GPU_READY)
 
 
-def _gated(pool: Pool, writer: Writer) -> Call:
+async def _full(pool: Pool, writer: Writer) -> None:
+    """Every page is taken: `c` has those that `b` would need."""
+    pool.register("c", max_tokens=40)
+    await writer.append({"c": 24})
+
+
+def _crowded_resume(pool: Pool, writer: Writer, device: HeldDevice) -> Call:
+    async def call() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(pool.resume, "b")
+            await anyio.lowlevel.checkpoint()
+            await pool.preempt("a")
+
+    return call
+
+
+def _both_or_neither(pool: Pool, writer: Writer, outcome: Outcome) -> None:
+    """Each of the two calls is done or undone by itself; the restore cannot be done without the preempt."""
+    assert pool.state("a") in (SequenceState.GPU_RESIDENT, SequenceState.OFFLOADED)
+    assert pool.state("b") in (SequenceState.OFFLOADED, SequenceState.GPU_READY)
+    assert outcome.cancelled or pool.state("b") is SequenceState.GPU_READY
+
+
+def _gated(pool: Pool, writer: Writer, device: HeldDevice) -> Call:
     async def call() -> None:
         async with pool.restoring("b") as coming:
             for layer in range(pool.layout.num_layers):
@@ -132,13 +203,29 @@ def _gated_ended(pool: Pool, writer: Writer, outcome: Outcome) -> None:
     if pool.state("b") is SequenceState.OFFLOADED:
         assert outcome.cancelled
         assert pool.tokens("b") == TOKENS
+    else:
+        assert pool.state("b") in (SequenceState.GPU_READY, SequenceState.GPU_RESIDENT)
     assert pool.tokens("b") in (TOKENS, TOKENS + 1)
     writer.written["b"] = ["b"] * pool.tokens("b")
 
 
-def _crowded(pool: Pool, writer: Writer) -> Call:
+async def _newcomer(pool: Pool, writer: Writer) -> None:
+    """`c` needs more pages than are free."""
     pool.register("c", max_tokens=40)
 
+
+async def _leaver(pool: Pool, writer: Writer) -> None:
+    """`a` is on its way."""
+    pool._tell(events.Preempt(SeqId("a")))
+
+
+async def _newcomer_and_leaver(pool: Pool, writer: Writer) -> None:
+    """`c` needs pages that `a` is about to give back."""
+    await _newcomer(pool, writer)
+    await _leaver(pool, writer)
+
+
+def _crowded_forward(pool: Pool, writer: Writer, device: HeldDevice) -> Call:
     async def call() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(pool.preempt, "a")
@@ -149,45 +236,65 @@ def _crowded(pool: Pool, writer: Writer) -> Call:
     return call
 
 
-def _uncrowded(pool: Pool, writer: Writer, outcome: Outcome) -> None:
+def _refused_forward(pool: Pool, writer: Writer, device: HeldDevice) -> Call:
+    async def call() -> None:
+        with pytest.raises(PagesExhausted):
+            await writer.append({"c": 32})
+
+    return call
+
+
+def _written_or_not(pool: Pool, writer: Writer, outcome: Outcome) -> None:
     assert pool.tokens("c") in (0, 32)
-    pool.finish_nowait("c")
+
+
+def _running(pool: Pool, writer: Writer, device: HeldDevice) -> Call:
+    def compute(forward: Forward) -> None:
+        device.open.wait(10)
+        writer.write(forward, {"a": 1})
+        writer.written["a"].append("a")
+
+    async def call() -> None:
+        async with pool.forward({"a": 1}) as forward:
+            await forward.run(lambda: compute(forward))
+            await anyio.lowlevel.checkpoint()
+
+    return call
+
+
+def _ran(pool: Pool, writer: Writer, outcome: Outcome) -> None:
+    """A callable that was launched has run when the call returns; its token counts unless it was cancelled."""
+    assert pool.tokens("a") == TOKENS + (not outcome.cancelled)
+    assert outcome.cancelled or len(writer.written["a"]) == TOKENS + 1
+    assert pool.compute.record().query(), "the callable is still to run"
+    del writer.written["a"][pool.tokens("a") :]
 
 
 def _gone(pool: Pool, writer: Writer, outcome: Outcome) -> None:
     assert "a" not in pool._core.sequences
 
 
-def _running(pool: Pool, writer: Writer) -> Call:
-    ran: list[int] = []
-
-    async def call() -> None:
-        async with pool.forward({"a": 0}) as forward:
-            await forward.run(lambda: ran.append(1))
-            assert ran
-
-    return call
-
-
-def _ran(pool: Pool, writer: Writer, outcome: Outcome) -> None:
-    assert pool._core.sequences["a"].step is None  # type: ignore[index]
-
-
 SWEEPS = {
-    "preempt": Sweep(lambda pool, _: lambda: pool.preempt("a"), _preempted),
-    "resume": Sweep(lambda pool, _: lambda: pool.resume("b"), _resumed),
+    "preempt": Sweep(lambda pool, *_: lambda: pool.preempt("a"), _preempted),
+    "resume": Sweep(lambda pool, *_: lambda: pool.resume("b"), _resumed),
+    "resume waiting for pages": Sweep(_crowded_resume, _both_or_neither, _full),
     "gated restore": Sweep(_gated, _gated_ended),
-    "forward waiting for pages": Sweep(_crowded, _uncrowded),
+    "forward waiting for pages": Sweep(
+        lambda _, writer, __: lambda: writer.append({"c": 32}), _written_or_not, _newcomer_and_leaver
+    ),
+    "forward waiting for a preempt that is cancelled": Sweep(_crowded_forward, _written_or_not, _newcomer),
+    "forward without pages": Sweep(_refused_forward, _written_or_not, _newcomer),
     "forward run": Sweep(_running, _ran),
-    "finish": Sweep(lambda pool, _: lambda: pool.finish("a"), _gone),
+    "finish": Sweep(lambda pool, *_: lambda: pool.finish("a"), _gone),
+    "finish while it is preempted": Sweep(lambda pool, *_: lambda: pool.finish("a"), _gone, _leaver),
 }
 
 
 def count_cancel_points() -> int:
-    """Sweep everything on asyncio and trio, held and not; returns how many cancellations were tried."""
+    """Sweep everything on asyncio and trio; returns how many cancellations were tried."""
     points = 0
     for backend in ("asyncio", "trio"):
         for tried in SWEEPS.values():
-            for held in (False, True):
-                points += anyio.run(lambda tried=tried, held=held: cancel_everywhere(tried, held=held), backend=backend)
+            for when in When:
+                points += anyio.run(cancel_everywhere, tried, when, backend=backend)
     return points

@@ -26,17 +26,19 @@ class Edit:
 
 @attrs.frozen
 class Canary:
-    """A core without one guard. `guard`: what it loses. `world`: the scenario that catches it soonest."""
+    """A core, or a driver, without one guard. `guard`: what it loses. `catcher`: what catches it soonest, a world or a
+    run or test of `catchers`.
+    """
 
     name: str
     guard: str
-    world: str
+    catcher: str
     edits: tuple[Edit, ...]
 
 
-def canary(name: str, guard: str, world: str, place: str, old: str, new: str) -> Canary:
+def canary(name: str, guard: str, catcher: str, place: str, old: str, new: str) -> Canary:
     """A canary of one edit."""
-    return Canary(name, guard, world, (Edit(place, old, new),))
+    return Canary(name, guard, catcher, (Edit(place, old, new),))
 
 
 @contextmanager
@@ -62,6 +64,8 @@ def _find(place: str) -> FunctionType:
         found = getattr(found, part)
     if isinstance(found, property):
         found = found.fget
+    assert callable(found), place
+    found = inspect.unwrap(found)
     assert isinstance(found, FunctionType), place
     return found
 
@@ -78,5 +82,6 @@ def _edited(function: FunctionType, edit: Edit) -> CodeType:
     if isinstance(made, property):
         assert made.fget is not None
         made = made.fget
+    made = inspect.unwrap(made)
     assert isinstance(made, FunctionType)
     return made.__code__

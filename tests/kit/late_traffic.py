@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from random import Random
+from unittest.mock import patch
 
 import anyio
 
@@ -315,3 +316,15 @@ async def run_pool_traffic(seed: int, actions: int, device: HostDevice) -> None:
         layout, num_pages=PAGES, host_bytes=host_bytes(layout), device=device, config=config_of(rng)
     ) as pool:
         await PoolTraffic(seed, pool, device).run(actions)
+
+
+def run_late_stepped(seed: int) -> None:
+    """One seed on a `SteppedPool`. Raises `AssertionError` for the first thing that reads something else."""
+    with deferred_stepped_pool(seed) as traffic:
+        traffic.run(250)
+
+
+def run_late_async(seed: int) -> None:
+    """One seed on a `Pool`, on asyncio. Raises `AssertionError` for the first thing that reads something else."""
+    with patch("swapkv.driver.Reaper", DeferredReaper):
+        anyio.run(run_pool_traffic, seed, 15, DeferredDevice())
