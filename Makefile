@@ -1,11 +1,12 @@
 # make demo   8 requests on 5 GPU slots, from a fresh clone
 # make test   the whole suite        make lint   ruff and mypy        make test-long   wider explorations too
+# make prove  every interleaving of small worlds, every guard taken out, thousands of seeds, every cancellation
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-long lint clean
+.PHONY: demo test test-long prove lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +27,9 @@ test: $(VENV)/.dev
 
 test-long: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
+
+prove: $(VENV)/.dev
+	$(BIN)/python -m tests.prove $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -288,13 +288,3 @@ SWEEPS = {
     "finish": Sweep(lambda pool, *_: lambda: pool.finish("a"), _gone),
     "finish while it is preempted": Sweep(lambda pool, *_: lambda: pool.finish("a"), _gone, _leaver),
 }
-
-
-def count_cancel_points() -> int:
-    """Sweep everything on asyncio and trio; returns how many cancellations were tried."""
-    points = 0
-    for backend in ("asyncio", "trio"):
-        for tried in SWEEPS.values():
-            for when in When:
-                points += anyio.run(cancel_everywhere, tried, when, backend=backend)
-    return points

@@ -18,7 +18,7 @@ BUDGETS = ("preempt", "cancel", "fault", "void", "truncate", "fork", "abort", "h
 
 @attrs.frozen(kw_only=True)
 class Scenario:
-    """One bounded world.
+    """One bounded world. `about`: what is in it, in a few words.
 
     `targets[name]`: the lengths, in tokens, that the sequence reaches step by step; then it is finished.
     `begun`: actions that lead to the first state; they use up no budget. `host_chunks`: host slots.
@@ -31,6 +31,7 @@ class Scenario:
     """
 
     name: str
+    about: str
     layout: KVLayout
     pages: tuple[int, ...]
     host_chunks: int

@@ -45,6 +45,7 @@ SHORT = {
     for scenario in (
         Scenario(
             name="turns",
+            about="3 sequences x 2 chunks x 1 layer on 4 pages",
             layout=ONE_PAGE_CHUNKS,
             pages=(4,),
             host_chunks=8,
@@ -55,6 +56,7 @@ SHORT = {
         ),
         Scenario(
             name="scarce host",
+            about="a host tier that is full: copies are reclaimed, KV is dropped",
             layout=ONE_PAGE_CHUNKS,
             pages=(4,),
             host_chunks=2,
@@ -64,6 +66,7 @@ SHORT = {
         ),
         Scenario(
             name="faults",
+            about="2 sequences x 2 chunks x 2 layers, a fault and a cancel",
             layout=TWO_LAYERS,
             pages=(3,),
             host_chunks=8,
@@ -75,6 +78,7 @@ SHORT = {
         ),
         Scenario(
             name="fork",
+            about="a fork of shared chunks with copies",
             layout=TWO_PAGE_CHUNKS,
             pages=(4,),
             host_chunks=8,
@@ -85,6 +89,7 @@ SHORT = {
         ),
         Scenario(
             name="fork without a copy",
+            about="a fork of shared chunks without copies, a fault and a cancel",
             layout=TWO_PAGE_CHUNKS,
             pages=(4,),
             host_chunks=8,
@@ -95,6 +100,7 @@ SHORT = {
         ),
         Scenario(
             name="branches",
+            about="a fork whose branches part, and a cancel",
             layout=ONE_PAGE_CHUNKS,
             pages=(4,),
             host_chunks=8,
@@ -114,6 +120,7 @@ SHORT = {
         ),
         Scenario(
             name="reclaim",
+            about="a host tier that is full, and a cancel",
             layout=ONE_PAGE_CHUNKS,
             pages=(3,),
             host_chunks=2,
@@ -124,6 +131,7 @@ SHORT = {
         ),
         Scenario(
             name="layer by layer",
+            about="a chunk that leaves in two copies, and a fault",
             layout=TWO_LAYERS,
             pages=(2,),
             host_chunks=8,
@@ -136,6 +144,7 @@ SHORT = {
         *(
             Scenario(
                 name=f"ranks, {', '.join(budget)}",
+                about=f"two ranks that end in any order, one {' or '.join(budget)}",
                 layout=ONE_PAGE_CHUNKS,
                 pages=(3,),
                 host_chunks=8,
@@ -149,6 +158,7 @@ SHORT = {
         ),
         Scenario(
             name="hang",
+            about="a copy that hangs, and a cancel",
             layout=ONE_PAGE_CHUNKS,
             pages=(4,),
             host_chunks=8,
@@ -159,6 +169,7 @@ SHORT = {
         *(
             Scenario(
                 name=f"gate {what}",
+                about=f"a forward on an open gate, {end}",
                 layout=TWO_LAYERS,
                 pages=(4,),
                 host_chunks=8,
@@ -169,10 +180,15 @@ SHORT = {
                 budget={what: 1},
                 begun=(*_registered("a", "b"), *_grown(1, "a"), *_grown(2, "b"), *_parked("b")),
             )
-            for what in ("void", "cancel", "fault")
+            for what, end in (
+                ("void", "which is given up"),
+                ("cancel", "whose restore is cancelled"),
+                ("fault", "whose restore fails"),
+            )
         ),
         Scenario(
             name="gate queue",
+            about="three restores by layers on two pages, forwards on open gates",
             layout=TWO_LAYERS,
             pages=(2,),
             host_chunks=8,
@@ -191,6 +207,7 @@ SHORT = {
         ),
         Scenario(
             name="family",
+            about="forks restored together on too few pages, a fault and a cancel",
             layout=TWO_LAYERS,
             pages=(3,),
             host_chunks=8,
@@ -210,6 +227,7 @@ SHORT = {
         ),
         Scenario(
             name="delta",
+            about="preempts that move what is new, a fault, a cancel, a truncate",
             layout=TWO_PAGE_CHUNKS,
             pages=(3,),
             host_chunks=8,
@@ -220,6 +238,7 @@ SHORT = {
         ),
         Scenario(
             name="window",
+            about="a sliding window, two preempts and a truncate",
             layout=_dense(1, 1, 2, windows=[2], truncate_slack=1),
             pages=(6,),
             host_chunks=8,
@@ -229,6 +248,7 @@ SHORT = {
         ),
         Scenario(
             name="queue",
+            about="partial restores that give their pages back",
             layout=ONE_TOKEN_PAGES,
             pages=(4,),
             host_chunks=8,
@@ -247,6 +267,7 @@ SHORT = {
         ),
         Scenario(
             name="links",
+            about="links with a rate: tokens, wake-ups, faults",
             layout=ONE_PAGE_CHUNKS,
             pages=(3,),
             host_chunks=8,
@@ -263,6 +284,7 @@ SHORT = {
         ),
         Scenario(
             name="abort",
+            about="ends at any time, wishes in the wrong moment, repeated reports",
             layout=ONE_PAGE_CHUNKS,
             pages=(3,),
             host_chunks=8,
@@ -275,6 +297,7 @@ SHORT = {
         ),
         Scenario(
             name="refusals",
+            about="a host tier that refuses, two sequences in a forward",
             layout=ONE_PAGE_CHUNKS,
             pages=(4,),
             host_chunks=2,
@@ -286,6 +309,7 @@ SHORT = {
         ),
         Scenario(
             name="chunk major",
+            about="restores chunk by chunk, a cancel and an eviction",
             layout=ONE_PAGE_CHUNKS,
             pages=(3,),
             host_chunks=8,
