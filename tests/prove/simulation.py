@@ -243,11 +243,16 @@ class Simulation:
                 self.driver.executor.forget_forward(step)
                 left_out = ready.pop(self.rng.randrange(len(ready)))
                 if not ready and self._state(left_out) in _READY:
-                    self._tell(events.Preempt(left_out.name))
+                    self._make_room(left_out)
                 continue
             self._compute(step, ready)
             self._tell(events.EndStep(step))
             return
+
+    def _make_room(self, job: Job) -> None:
+        """Nobody can go on: preempt one, and if no tier has room and nothing is under way, have it computed again."""
+        if self._tell(events.Preempt(job.name)) is None and self.driver.idle():
+            self._tell(events.Evict(job.name))
 
     def _missing(self, job: Job) -> int:
         """Tokens whose KV has to be written before the next token is known: the prompt, or all after a reset, or one."""
