@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import ClassVar, TypeVar
 
 import torch
 
-from swapkv.budget.victims import Victim, rank
+from swapkv.budget.victims import Victim, choose, rank
 from swapkv.config import SECOND_NS, SwapConfig
 from swapkv.errors import ProtocolError, WouldBlock
 from swapkv.executor import Executor
@@ -114,6 +114,19 @@ class BasePool(ABC):
         out, into = (self._core.bandwidth[lane].bytes_per_s or self.assumed_bytes_per_s for lane in (Lane.OUT, Lane.IN))
         candidates = queries.victims(self._core)
         return rank(candidates, out_ns_per_byte=SECOND_NS / out, in_ns_per_byte=SECOND_NS / into)
+
+    def victims_for(self, appends: Mapping[str, int], *, spare: Container[str] = ()) -> list[Victim]:
+        """Just enough of these sequences to preempt, so that a forward over all the others of them has its pages.
+
+        Pages that are free or on their way count, so a second call does not name more victims while the first ones are
+        leaving. Best victims first; those in `spare` only if the others are not enough. Empty: none has to leave.
+        """
+        wishes = by_id(appends)
+        if queries.suffices(self._core, wishes, ()):
+            return []
+        ranked = [victim for victim in self.victims() if victim.sequence in wishes]
+        ranked.sort(key=lambda victim: victim.sequence in spare)
+        return choose(ranked, lambda victims: queries.suffices(self._core, wishes, victims))
 
     def statistics(self) -> PoolStatistics:
         """A snapshot. Never raises, not even on a closed pool."""

@@ -1,6 +1,6 @@
 """Which sequence should leave the device: the score of DESIGN, as a pure formula."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
@@ -49,22 +49,18 @@ def rank(victims: Iterable[Victim], *, out_ns_per_byte: float, in_ns_per_byte: f
     return sorted((v for v in victims if v.freed_bytes), key=key)
 
 
-def choose(
-    victims: Iterable[Victim], needed_bytes: int, *, out_ns_per_byte: float, in_ns_per_byte: float
-) -> list[Victim]:
-    """Just enough victims, best first, to free `needed_bytes`; all of them when even that is too little.
+def choose(ranked: Iterable[Victim], suffices: Callable[[Sequence[Victim]], bool]) -> list[Victim]:
+    """Just enough of the victims, taken in their order, that `suffices`; all of them when even that is too little.
 
     None of them could be spared: those that a larger one after them makes superfluous are left out, the worst first.
     """
     chosen: list[Victim] = []
-    freed = 0
-    for victim in rank(victims, out_ns_per_byte=out_ns_per_byte, in_ns_per_byte=in_ns_per_byte):
-        if freed >= needed_bytes:
+    for victim in ranked:
+        if suffices(chosen):
             break
         chosen.append(victim)
-        freed += victim.freed_bytes
     for victim in reversed(chosen[:]):
-        if freed - victim.freed_bytes >= needed_bytes:
-            chosen.remove(victim)
-            freed -= victim.freed_bytes
+        others = [other for other in chosen if other is not victim]
+        if suffices(others):
+            chosen = others
     return chosen

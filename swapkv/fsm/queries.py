@@ -1,12 +1,15 @@
 """What can be asked of the core without changing it."""
 
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from enum import Enum
 
 from swapkv.budget.victims import Victim
 from swapkv.fsm.copies import dirty_pages
 from swapkv.fsm.core import SwapCore
 from swapkv.fsm.offload import may_leave
-from swapkv.fsm.records import Goal, Sequence
+from swapkv.fsm.records import Chunk, Goal, Sequence
+from swapkv.fsm.steps import needed
 from swapkv.fsm.transitions import SETTLED, ChunkState
 from swapkv.ids import GroupId, SeqId
 
@@ -71,6 +74,18 @@ def victims(core: SwapCore) -> list[Victim]:
     return [v for v in candidates if v.freed_bytes or core.sequences[v.sequence].goal is Goal.ACTIVE]
 
 
+def suffices(core: SwapCore, appends: Mapping[SeqId, int], victims: SequenceOf[Victim]) -> bool:
+    """Whether a forward over `appends`, but for the victims, has its pages once these and all others on their way are free."""
+    leaving = {victim.sequence for victim in victims}
+    rest = {name: count for name, count in appends.items() if name not in leaving}
+    freed = [chunk for name in leaving for chunk in _leaving(core, core.sequence(name))]
+    for group in core.groups():
+        pages = core.ledger.available(group) + core.coming(group) + sum(c.num_live for c in freed if c.group == group)
+        if needed(core, rest, group) > pages:
+            return False
+    return True
+
+
 def pages_missing(core: SwapCore, group: GroupId) -> int:
     """Pages of `group` that forwards and restores wait for beyond those that are available."""
     from swapkv.fsm.restore import missing_pages
@@ -83,7 +98,7 @@ def _may_be_preempted(sequence: Sequence) -> bool:
 
 
 def _victim(core: SwapCore, sequence: Sequence) -> Victim:
-    leaving = [chunk for chunk in sequence.live_chunks() if may_leave(core, chunk, sequence)]
+    leaving = _leaving(core, sequence)
     freed = sum(chunk.num_live * core.layout.page_bytes(chunk.group) for chunk in leaving)
     return Victim(
         sequence=sequence.id,
@@ -92,3 +107,8 @@ def _victim(core: SwapCore, sequence: Sequence) -> Victim:
         restore_bytes=freed,
         fairness_ns=FAIRNESS_NS_PER_PREEMPTION * sequence.preemptions,
     )
+
+
+def _leaving(core: SwapCore, sequence: Sequence) -> list[Chunk]:
+    """What a preempt of the sequence would take off the device."""
+    return [chunk for chunk in sequence.live_chunks() if may_leave(core, chunk, sequence)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from swapkv.errors import KVEvicted, PagesExhausted, ProtocolError
@@ -11,7 +11,7 @@ from swapkv.fsm.commands import ClonePages, RecordFence, StepGranted, StepRefuse
 from swapkv.fsm.ledger import latest
 from swapkv.fsm.records import Chunk, Goal, Sequence, Step
 from swapkv.fsm.transitions import ChunkEvent, ChunkState
-from swapkv.ids import ChunkId, Fence, GroupId, Lane, PhysicalPages, StepId
+from swapkv.ids import ChunkId, Fence, GroupId, Lane, PhysicalPages, SeqId, StepId
 
 if TYPE_CHECKING:
     from swapkv.fsm.core import SwapCore
@@ -121,26 +121,26 @@ def _refuse_if_busy(core: SwapCore, sequence: Sequence, count: int) -> None:
         )
 
 
-def _needed(core: SwapCore, step: Step, group: GroupId) -> int:
-    """New pages of `group` that `step` takes, private copies of shared tails included.
+def needed(core: SwapCore, appends: Mapping[SeqId, int], group: GroupId) -> int:
+    """New pages of `group` that a forward takes, private copies of shared tails included.
 
     Of the sequences that share a tail, the last one to part with it needs no copy.
     """
     layout = core.layout
-    needed = 0
+    pages = 0
     sharers: dict[ChunkId, int] = {}
-    for name, count in step.appends.items():
+    for name, count in appends.items():
         if count == 0:
             continue
         sequence = core.sequences[name]
-        needed += layout.pages_for(sequence.tokens + count) - layout.pages_for(sequence.tokens)
+        pages += layout.pages_for(sequence.tokens + count) - layout.pages_for(sequence.tokens)
         tail = edit.open_tail(core, sequence, group)
         if tail is not None:
             left = sharers.setdefault(tail.id, len(tail.refs))
             if left > 1 and edit.costs_copy(core, tail, sequence):
-                needed += layout.pages_for(edit.tokens_in(core, sequence, tail)) - tail.first_live
+                pages += layout.pages_for(edit.tokens_in(core, sequence, tail)) - tail.first_live
             sharers[tail.id] = left - 1
-    return needed
+    return pages
 
 
 def _owns_tail(core: SwapCore, sequence: Sequence) -> bool:
@@ -153,9 +153,9 @@ def _lack(core: SwapCore, step: Step) -> dict[GroupId, int]:
     """Pages by group that are missing for `step`; empty: it can be granted."""
     lack = {}
     for group in core.groups():
-        needed = _needed(core, step, group)
-        if needed > core.ledger.available(group):
-            lack[group] = needed - core.ledger.available(group)
+        missing = needed(core, step.appends, group) - core.ledger.available(group)
+        if missing > 0:
+            lack[group] = missing
     return lack
 
 

@@ -96,6 +96,7 @@ class Runner:
             async with plain_task_group() as group:
                 while any(request.phase is not Phase.DONE for request in self.requests):
                     await self._apply(self._scheduler.plan(self._views()), group)
+                    await self._make_room(group)
                     await self._step()
         finally:
             await self._give_up()
@@ -115,6 +116,10 @@ class Runner:
             else:
                 request.phase = Phase.COMING
                 moves.append(partial(self._come, request, time.monotonic_ns()))
+        await self._begin(moves, group)
+
+    async def _begin(self, moves: Sequence[_Move], group: TaskGroup) -> None:
+        """Start swaps; with the world stopped, wait for them as well."""
         if self._handover is not Handover.STOP_THE_WORLD:
             _start(moves, group)
         elif moves:
@@ -170,6 +175,22 @@ class Runner:
             request.begin_again_exactly()
         request.phase = Phase.WAITING
 
+    async def _make_room(self, group: TaskGroup) -> None:
+        """If there are too few pages for all that have KV, make just enough of them leave, so that the others go on.
+
+        Then nobody comes until another request has left or is done; else two could push each other out for ever.
+        """
+        there = [r for r in self.requests if r.phase is Phase.RUNNING and self._pool.tokens(r.name)]
+        just_come = {request.name for request in there if request.slice_tokens == 0}
+        names = [str(victim.sequence) for victim in self._pool.victims_for(_appends(there), spare=just_come)]
+        if not names or len(names) == len(there):
+            return
+        victims = [request for request in there if request.name in names]
+        for victim in victims:
+            victim.phase = Phase.LEAVING
+        self._crowded = True
+        await self._begin([partial(self._leave, victim) for victim in victims], group)
+
     async def _step(self) -> None:
         """One forward over all that run; without any, wait until something has changed."""
         running = [request for request in self.requests if request.phase is Phase.RUNNING]
@@ -180,7 +201,7 @@ class Runner:
             try:
                 batch, forward = await self._enter(stack, running)
             except PagesExhausted as error:
-                await self._make_room(running, error)
+                await self._give_way(running, error)
                 return
             rows = [BatchRow(name=r.name, tokens=r.pieces[0], start=forward.tokens(r.name)) for r in batch]
             next_tokens = await forward.run(self._model(forward, rows))
@@ -203,11 +224,8 @@ class Runner:
         with self._idle():
             return batch, await stack.enter_async_context(self._pool.forward(_appends(batch)))
 
-    async def _make_room(self, running: list[Request], error: PagesExhausted) -> None:
-        """None of `running` gets its pages: wait for a request that is leaving, or make one leave.
-
-        Then nobody comes until another request has left or is done; else two could push each other out for ever.
-        """
+    async def _give_way(self, running: list[Request], error: PagesExhausted) -> None:
+        """None of `running` gets its pages: wait for a request that is leaving, or make one leave."""
         phases = {request.phase for request in self.requests}
         others = len(running) > 1 or Phase.COMING in phases
         victim = self._victim(running) if others else None

@@ -1,12 +1,22 @@
 """Who waits too long, and who is made to leave."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+
+import anyio
 import pytest
 
+from swapkv import Forward, open_pool
 from swapkv.budget.victims import Victim, choose, rank
 from swapkv.config import SECOND_NS, SwapConfig
 from swapkv.fsm import commands
 from swapkv.fsm.queries import SequenceState, victims
 from swapkv.ids import SeqId
+from swapkv.schedulers import BatchRow, Phase, Request, RoundRobin, Runner
+from swapkv.stepped import SteppedPool, open_stepped_pool
+from tests.kit.deferred import DeferredDevice
+from tests.kit.fake_model import FakeModel, fake_generate, fake_layout
 from tests.kit.stage import Stage
 
 
@@ -88,10 +98,72 @@ def test_victims_are_ranked_by_what_each_costs_to_bring_back(case: str) -> None:
 
 def test_victims_chosen_are_just_enough() -> None:
     """KF-29 and KF-53: as many as free what is needed, and no more."""
-    candidates = [victim(name, MIB) for name in "abcde"]
-    for needed, expected in ((1, "a"), (MIB, "a"), (MIB + 1, "ab"), (3 * MIB, "abc"), (99 * MIB, "abcde")):
-        chosen = choose(candidates, needed, out_ns_per_byte=1.0, in_ns_per_byte=1.0)
+    candidates = rank([victim(name, MIB) for name in "abcde"], out_ns_per_byte=1.0, in_ns_per_byte=1.0)
+    for needed, expected in ((0, ""), (1, "a"), (MIB, "a"), (MIB + 1, "ab"), (3 * MIB, "abc"), (99 * MIB, "abcde")):
+        chosen = choose(candidates, lambda some, needed=needed: sum(v.freed_bytes for v in some) >= needed)
         assert "".join(v.sequence for v in chosen) == expected
+
+
+@contextmanager
+def crowded_pool(device: DeferredDevice) -> Iterator[SteppedPool]:
+    """Five sequences on five pages, three of which need one more for their next token."""
+    with open_stepped_pool(fake_layout(4, 8), num_pages=5, host_bytes=1 << 16, device=device) as pool:
+        for name, tokens in zip("abcde", (1, 1, 4, 4, 4), strict=True):
+            pool.register(name, max_tokens=8)
+            with pool.forward({name: tokens}):
+                pass
+        yield pool
+
+
+def test_victims_for_a_forward_leave_nobody_stalled() -> None:
+    """KF-29: one look names just enough victims; while they leave, a second look names no more."""
+    device = DeferredDevice()
+    with crowded_pool(device) as pool:
+        everybody = dict.fromkeys("abcde", 1)
+        victims = [str(victim.sequence) for victim in pool.victims_for(everybody)]
+        assert len(victims) == 2
+        for name in victims:
+            pool.preempt(name)
+        rest = {name: 1 for name in everybody if name not in victims}
+        assert pool.victims_for(rest) == []
+        while device.run_one(Random(0)):
+            pool.poll()
+        with pool.forward(rest):
+            pass
+
+
+def test_victims_for_a_forward_spare_those_named_if_others_suffice() -> None:
+    with crowded_pool(DeferredDevice()) as pool:
+        assert [v.sequence for v in pool.victims_for({"a": 1, "c": 1})] == ["a"]
+        assert [v.sequence for v in pool.victims_for({"a": 1, "c": 1}, spare={"a"})] == ["c"]
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_runner_with_too_few_pages_stalls_nobody_unless_pages_are_on_their_way(backend: str) -> None:
+    """KF-29: who has KV and no page for its next token waits only for pages that somebody is giving back."""
+    requests = [
+        Request(name=f"r{n}", prompt=list(range(1, prompt + 1)), max_new_tokens=4)
+        for n, prompt in enumerate((1, 1, 4, 4, 4))
+    ]
+
+    async def run() -> list[tuple[set[str], set[Phase]]]:
+        async with open_pool(fake_layout(4, 8), num_pages=5, host_bytes=1 << 16) as pool:
+            model, stalled = FakeModel(pool), []
+
+            def watched(forward: Forward, rows: Sequence[BatchRow]) -> Callable[[], list[int]]:
+                there = {r.name for r in runner.requests if r.phase is Phase.RUNNING and pool.tokens(r.name)}
+                stalled.append((there - {row.name for row in rows}, {r.phase for r in runner.requests}))
+                return model(forward, rows)
+
+            runner = Runner(pool, RoundRobin(slots=5, quantum_tokens=1000), watched)
+            await runner.run(requests)
+            return stalled
+
+    for names, phases in anyio.run(run, backend=backend):
+        assert not names or Phase.LEAVING in phases
+    assert sum(request.preemptions for request in requests) > 0
+    for request in requests:
+        assert request.output == fake_generate(request.prompt, 4)
 
 
 def test_preempt_of_a_clean_victim_copies_nothing() -> None:
