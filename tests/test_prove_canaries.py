@@ -7,7 +7,10 @@ from tests.prove.explore import explore
 from tests.prove.mutation import Edit, applied
 from tests.prove.worlds import WORLDS
 
-SLOW = {"never-revoked", "quarantine-only-of-later", "steps-revoke-nobody", "aborting-chunk-lands", "aborting-for-ever"}
+SLOW = {
+    *("wanted-ignores-forwards", "never-revoked", "quarantine-only-of-later", "steps-revoke-nobody"),
+    *("aborting-chunk-lands", "aborting-for-ever"),
+}
 
 
 @pytest.mark.parametrize(

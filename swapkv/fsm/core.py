@@ -152,9 +152,9 @@ class SwapCore:
         return goal is Goal.ACTIVE
 
     def wanted(self, chunk: Chunk, apart_from: SequenceRecord | None = None) -> bool:
-        """Whether any sequence (apart from one) needs `chunk` on the device."""
+        """Whether any sequence (apart from one) needs `chunk` on the device; a forward under way does, even a void one."""
         return any(
-            self.wants_device(self.sequences[name])
+            self.wants_device(self.sequences[name]) or self.sequences[name].step is not None
             for name in chunk.refs
             if apart_from is None or name != apart_from.id
         )
@@ -207,7 +207,7 @@ class SwapCore:
                 pages += sum(
                     c.num_live
                     for c in sequence.restore.chunks
-                    if c.group == group and c.state in ON_DEVICE and not self.wanted(c)
+                    if c.group == group and c.state in ON_DEVICE and not self.wanted(c, apart_from=sequence)
                 )
         return pages
 

@@ -136,8 +136,12 @@ class PageLedger:
         return tuple(self._pending(self._last_write, pages, lane))
 
     def before_write(self, pages: PhysicalPages, lane: Lane) -> tuple[Fence, ...]:
-        """What a writer of `pages` on `lane` waits for: the readers and writers on other lanes that are not over."""
-        return latest((*self._pending(self._last_write, pages, lane), *self._pending(self._last_read, pages, lane)))
+        """What a writer of `pages` on `lane` waits for: the readers and writers on other lanes that are not over.
+
+        Not for readers that hang: what they copy is used by nobody, and they may hang for ever.
+        """
+        readers = (fence for fence in self._pending(self._last_read, pages, lane) if not self._behind_stuck(fence))
+        return latest((*self._pending(self._last_write, pages, lane), *readers))
 
     def pass_fence(self) -> None:
         """A fence has passed: free the pages that nothing touches any more."""

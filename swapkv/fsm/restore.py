@@ -62,7 +62,7 @@ def undo(core: SwapCore, sequence: Sequence, cause: Exception | None) -> None:
         core.counters["failed_restores"] += 1
     core.emit(LayersLost(sequence.id, cause))
     steps.refuse_waiting(core, sequence, f"the restore of sequence {sequence.id!r} was undone")
-    _hand_over(core, sequence, work)
+    _hand_over(core, work)
 
 
 def landed(core: SwapCore, op: Op, checksums: tuple[int, ...]) -> None:
@@ -146,7 +146,7 @@ def revoke(core: SwapCore, sequence: Sequence) -> None:
     assert work.waiting, "a restore that has all its pages is never revoked"
     core.counters["revoked_restores"] += 1
     work.revoking = True
-    _hand_over(core, sequence, work)
+    _hand_over(core, work)
     settle(core, sequence)
 
 
@@ -309,7 +309,7 @@ def _tell_joined(core: SwapCore, granted: list[Chunk]) -> bool:
     return joined
 
 
-def _hand_over(core: SwapCore, sequence: Sequence, work: Restore) -> None:
+def _hand_over(core: SwapCore, work: Restore) -> None:
     """Segments that another restore needs go on under its name; other chunks are let go of."""
     heirs: dict[int, Restore] = {}
     for chunk in work.chunks:

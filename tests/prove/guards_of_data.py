@@ -71,6 +71,14 @@ FENCES = (
 
 REFERENCES = (
     canary(
+        "wanted-ignores-forwards",
+        "a chunk that a forward reads stays, even if that forward is void",
+        "family on gates",
+        "fsm.core:SwapCore.wanted",
+        " or self.sequences[name].step is not None",
+        "",
+    ),
+    canary(
         "tail-taken-without-copy",
         "a tail is taken from parked sequences only when they have a copy",
         "fork without a copy",

@@ -217,6 +217,14 @@ HANGS = (
         "pass",
     ),
     canary(
+        "writers-wait-for-hung-readers",
+        "a forward does not wait for a copy of its pages that hangs",
+        "hang of several",
+        "fsm.ledger:PageLedger.before_write",
+        "if not self._behind_stuck(fence)",
+        "if True",
+    ),
+    canary(
         "hang-unnoticed",
         "whoever counted on a hung copy gives up",
         "hang",

@@ -33,6 +33,9 @@ def _submit(world: World, copy: commands.Copy) -> None:
     work = sequence.offload if copy.lane is Lane.OUT else sequence.restore
     if work is None or work.undoing:
         raise Violation(f"a copy of {copy.sequence!r} is submitted for what is being undone")
+    per_page = sum(world.core.layout.layer_bytes[layer] for layer in copy.layers)
+    if copy.num_bytes != per_page * sum(len(item.pages) for item in copy.items):
+        raise Violation(f"copy {copy.op} is said to move {copy.num_bytes} bytes")
     world.sent[copy.lane] += copy.num_bytes
     _push(world, copy.lane, as_move(copy))
 

@@ -166,6 +166,16 @@ SHORT = {
             budget={"preempt": 1, "hang": 1, "cancel": 1},
             begun=(*_registered("a", "b"), *_grown(1, "a"), *_grown(2, "b"), *_parked("b")),
         ),
+        Scenario(
+            name="hang of several",
+            about="a copy of several chunks, a begun one among them, that hangs",
+            layout=ONE_PAGE_CHUNKS,
+            pages=(4,),
+            host_chunks=8,
+            targets={"a": (3, 4), "b": (1, 2)},
+            budget={"preempt": 1, "hang": 1, "cancel": 1},
+            begun=(*_registered("a", "b"), *_grown(1, "a"), *_grown(2, "b")),
+        ),
         *(
             Scenario(
                 name=f"gate {what}",
@@ -224,6 +234,20 @@ SHORT = {
                 *_parked("x"),
                 *_grown(2, "c"),
             ),
+        ),
+        Scenario(
+            name="family on gates",
+            about="forwards on open gates of forks whose restores are cancelled",
+            layout=TWO_LAYERS,
+            pages=(3,),
+            host_chunks=8,
+            config=SwapConfig(segment_bytes=1, ops_per_lane=2),
+            targets={"a": (3, 4), "x": (3, 4)},
+            children=("x",),
+            gates=True,
+            in_order=True,
+            budget={"cancel": 1},
+            begun=(*_registered("a"), *_grown(1, "a"), ("fork", "a", "x"), *_parked("a"), *_parked("x")),
         ),
         Scenario(
             name="delta",
