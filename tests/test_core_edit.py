@@ -142,7 +142,7 @@ def test_fork_that_appends_first_gets_a_tail_of_its_own() -> None:
 
 def test_fork_that_writes_to_a_shared_tail_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swapkv.fsm.steps._make_writable", lambda core, sequence, tail: ())
-    monkeypatch.setattr("swapkv.fsm.steps._needed", lambda core, step, group: 0)
+    monkeypatch.setattr("swapkv.fsm.steps.needed", lambda core, appends, group: 0)
     with pytest.raises(AssertionError):
         append_to_both_forks()
 

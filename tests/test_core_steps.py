@@ -45,7 +45,8 @@ def test_forward_without_new_tokens_takes_no_page() -> None:
     assert (stage.length("a"), stage.free) == (3, 6)
 
 
-def test_forward_waits_for_a_copy_that_still_reads_the_tail_it_writes() -> None:
+def test_forward_does_not_wait_for_a_copy_that_hangs_on_the_tail_it_writes() -> None:
+    """What that copy stores is used by nobody, and it may hang for ever."""
     stage = with_tokens(3, Stage(config=SwapConfig(segment_bytes=1, copy_deadline_ns=10)))
     stage.fate = lambda copy: "hang"
     assert stage.preempt("a")
@@ -53,7 +54,7 @@ def test_forward_waits_for_a_copy_that_still_reads_the_tail_it_writes() -> None:
     assert stage.do(events.Tick())
     stage.begin("a", 1)
     (granted,) = news(stage, commands.StepGranted)[-1:]
-    assert granted.after == (Fence(Lane.OUT, 2),)
+    assert granted.after == ()
 
 
 def test_forward_that_needs_pages_of_a_restore_that_drains_waits_for_the_drain() -> None:

@@ -48,6 +48,12 @@ class LedgerAgainstHistory(RuleBasedStateMachine):
         stuck = [s for s in self.stuck if not self.passed(s)]
         return any(s.lane is f.lane and s.value <= f.value for s in stuck for f in fences)
 
+    def before_stuck(self, fence: Fence) -> set[Fence]:
+        """The fence itself, or the last one that its lane was given before it hung, if that is not over."""
+        values = [s.value for s in self.stuck if s.lane is fence.lane and not self.passed(s) and s.value <= fence.value]
+        before = Fence(fence.lane, min(values) - 1) if values else fence
+        return set() if not before.value or self.passed(before) else {before}
+
     def pending(self, pages: list[int], kinds: str, apart_from: Lane | None = None) -> set[Fence]:
         fences = (f for page in pages for f, kind in self.touched[page] if kind in kinds)
         return {f for f in fences if f.lane is not apart_from and not self.passed(f)}
@@ -141,9 +147,10 @@ class LedgerAgainstHistory(RuleBasedStateMachine):
 
     @rule(lane=LANES, pages=st.lists(st.integers(0, sum(SIZES) - 1), unique=True))
     def ask(self, lane: Lane, pages: list[int]) -> None:
-        writers, users = self.pending(pages, "w", lane), self.pending(pages, "rw", lane)
+        writers = self.pending(pages, "w", lane)
         assert set(self.ledger.before_read(array(pages), lane)) == set(latest(writers))
-        assert set(self.ledger.before_write(array(pages), lane)) == set(latest(users))
+        waits_for = {*writers, *(before for f in self.pending(pages, "r", lane) for before in self.before_stuck(f))}
+        assert set(self.ledger.before_write(array(pages), lane)) == set(latest(waits_for))
 
     @invariant()
     def states_owners_and_sums_agree(self) -> None:

@@ -8,7 +8,7 @@ from tests.prove.mutation import Edit, applied
 from tests.prove.worlds import WORLDS
 
 SLOW = {
-    *("wanted-ignores-forwards", "never-revoked", "quarantine-only-of-later", "steps-revoke-nobody"),
+    *("wanted-ignores-forwards", "never-revoked", "steps-revoke-nobody"),
     *("aborting-chunk-lands", "aborting-for-ever"),
 }
 

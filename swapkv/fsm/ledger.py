@@ -140,8 +140,8 @@ class PageLedger:
 
         Not for readers that hang: what they copy is used by nobody, and they may hang for ever.
         """
-        readers = (fence for fence in self._pending(self._last_read, pages, lane) if not self._behind_stuck(fence))
-        return latest((*self._pending(self._last_write, pages, lane), *readers))
+        readers = map(self._before_stuck, self._pending(self._last_read, pages, lane))
+        return latest((*self._pending(self._last_write, pages, lane), *filter(None, readers)))
 
     def pass_fence(self) -> None:
         """A fence has passed: free the pages that nothing touches any more."""
@@ -194,6 +194,13 @@ class PageLedger:
 
     def _behind_stuck(self, fence: Fence) -> bool:
         return any(stuck.lane is fence.lane and stuck.value <= fence.value for stuck in self._stuck)
+
+    def _before_stuck(self, fence: Fence) -> Fence | None:
+        """What of `fence` can be waited for: of a lane that hangs, all that it was given before that and is not over."""
+        stuck = [other.value for other in self._stuck if other.lane is fence.lane]
+        if stuck and min(stuck) <= fence.value:
+            fence = Fence(fence.lane, min(stuck) - 1)
+        return None if self._clock.passed(fence) else fence
 
     def _put_quarantine(self, group: GroupId, batch: _Batch) -> None:
         self._state[batch.pages] = PageState.QUARANTINED

@@ -73,7 +73,10 @@ async def written_pool() -> AsyncIterator[tuple[Pool, Writer, HeldDevice]]:
             await writer.append({name: TOKENS})
             if name == "b":
                 await pool.preempt(name)
-        yield pool, writer, device
+        try:
+            yield pool, writer, device
+        finally:
+            device.open.set()
 
 
 class When(Enum):
@@ -103,7 +106,7 @@ async def cancel_everywhere(tried: Sweep, when: When) -> int:
             async with anyio.create_task_group() as group:
                 group.start_soon(let_go)
                 outcome = await (_cancel_at_news(pool, call, at) if when is When.NEWS else cancel_at(call, at))
-            tried.verify(pool, writer, outcome)
+                tried.verify(pool, writer, outcome)
             await _settle_and_check(pool, writer)
             return outcome
 

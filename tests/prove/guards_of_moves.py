@@ -187,7 +187,7 @@ HANGS = (
     canary(
         "quarantine-only-of-later",
         "pages that were fenced before the copy hung are quarantined as well",
-        "hang",
+        "test_ledger.py::test_quarantined_page_comes_free_once_the_work_that_hung_ends",
         "fsm.ledger:PageLedger.mark_stuck",
         "stuck = [b for b in batches if any(self._behind_stuck(f) for f in b.until)]",
         "stuck = []",
@@ -221,8 +221,8 @@ HANGS = (
         "a forward does not wait for a copy of its pages that hangs",
         "hang of several",
         "fsm.ledger:PageLedger.before_write",
-        "if not self._behind_stuck(fence)",
-        "if True",
+        "map(self._before_stuck, self._pending(self._last_read, pages, lane))",
+        "self._pending(self._last_read, pages, lane)",
     ),
     canary(
         "hang-unnoticed",
