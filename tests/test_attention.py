@@ -253,7 +253,7 @@ def test_attend_absent_or_foreign_page_is_refused_by_number():
         ({"split_tokens": 0}, "split_tokens=0 .*try 16"),
         ({"query": random_query(1, 3)}, "does not fit keys"),
         ({"query": random_query(1, 4, 32)}, "does not fit keys"),
-        ({"start": 200}, "page_table has 7 pages, 201 tokens of 16 a page need 13"),
+        ({"start": 200}, "page_table has 7 pages, tokens up to 208 of 16 a page need 13"),
     ],
 )
 def test_attend_numbers_that_do_not_fit_are_refused(options, message):
