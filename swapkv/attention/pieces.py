@@ -9,6 +9,7 @@ threads.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 import attrs
 import torch
@@ -110,13 +111,11 @@ class Attention:
             raise ProtocolError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
         self._rules = rules
         self._dtype = query.dtype
-        size, stop = rules.split_tokens, start + num_tokens
+        stop = start + num_tokens
         scaled = query.detach().float() * (head_dim**-0.5 if rules.scale is None else rules.scale)
-        bounds = [start, *range((start // size + 1) * size, stop, size), stop]
-        self._tiles = [
-            _Tile(scaled[lo - start : hi - start], lo, num_kv_heads, rules) for lo, hi in pairwise(bounds) if lo < hi
-        ]
-        self.units = self._units()
+        bounds = _tiles(start, stop, rules.split_tokens)
+        self._tiles = [_Tile(scaled[lo - start : hi - start], lo, num_kv_heads, rules) for lo, hi in bounds]
+        self.units = units_of(start, stop, rules)
         self._missing = set(self.units)
 
     def feed(self, unit: range, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -125,22 +124,26 @@ class Attention:
         `values` may have another last axis. They are not needed after the call. Only positions that some query sees
         are read, so stale bytes elsewhere in a page do not matter.
         """
-        self._missing.remove(unit)
+        self.put(unit, self.look(unit, keys, values))
+
+    def look(self, unit: range, keys: torch.Tensor, values: torch.Tensor) -> "Seen":
+        """What the queries see in a unit; see `feed`. Changes nothing, so several threads may look at once."""
+        seen: Seen = []
         size, page_size = self._rules.split_tokens, self._rules.page_size
         low, high = unit.start * page_size, unit.stop * page_size
         for split in range(low // size, -(-high // size)):
             for tile in self._tiles:
                 span = tile.spans.get(split)
                 if span is not None:
-                    tile.feed(split, _gather(keys, low, *span, self._rules), _gather(values, low, *span, self._rules))
+                    pieces = [_gather(pages, low, *span, self._rules) for pages in (keys, values)]
+                    seen.append((tile, split, tile.look(split, *pieces)))
+        return seen
 
-    def _units(self) -> list[range]:
-        seen: dict[int, list[int]] = {}
-        for tile in self._tiles:
-            for lo, hi in tile.spans.values():
-                seen.setdefault(lo // self._rules.unit_tokens, []).extend((lo, hi))
-        page_size = self._rules.page_size
-        return [range(min(ends) // page_size, -(-max(ends) // page_size)) for _, ends in sorted(seen.items())[::-1]]
+    def put(self, unit: range, seen: "Seen") -> None:
+        """Take in what `look` saw in a unit."""
+        self._missing.remove(unit)
+        for tile, split, part in seen:
+            tile.put(split, part)
 
     def result(self) -> torch.Tensor:
         """`[T, Hq, Dv]` in the query's dtype. Raises `ProtocolError` while a unit is missing."""
@@ -148,6 +151,16 @@ class Attention:
             raise ProtocolError(f"pages {sorted(map(str, self._missing))} were not fed: feed every unit first")
         outs = [tile.result() for tile in self._tiles]
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).to(self._dtype)
+
+
+def units_of(start: int, stop: int, rules: Rules) -> list[range]:
+    """The units that queries at `[start, stop)` see, as ranges of logical pages; the newest first."""
+    seen: dict[int, list[int]] = {}
+    for tile in _tiles(start, stop, rules.split_tokens):
+        for span in rules.spans(*tile):
+            seen.setdefault(span[0] // rules.unit_tokens, []).extend(span)
+    size = rules.page_size
+    return [range(min(ends) // size, -(-max(ends) // size)) for _, ends in sorted(seen.items())[::-1]]
 
 
 def runs_of(units: Sequence[range]) -> list[range]:
@@ -178,9 +191,9 @@ class _Tile:
         self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._merged: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def feed(self, split: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The KV at the positions of `spans[split]`, float32 `[Hkv, n, D]` and `[Hkv, n, Dv]`."""
-        self._parts[split] = self._attend(*self.spans[split], keys, values)
+    def put(self, split: int, part: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Take in what was seen in a split, and merge what is complete from the newest on."""
+        self._parts[split] = part
         while self._batches and self._parts.keys() >= set(self._batches[0]):
             part = _join([self._parts.pop(split) for split in self._batches.pop(0)])
             self._merged = part if self._merged is None else blend(*self._merged, *part)
@@ -190,8 +203,12 @@ class _Tile:
         assert self._merged is not None
         return self._merged[0].view(self._heads, self._stop - self._start, -1).transpose(0, 1)
 
-    def _attend(self, lo: int, hi: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Out `[Hkv, G·T, Dv]` and natural lse `[Hkv, G·T, 1]`; a row that sees none of the keys is 0 and `_NOTHING`."""
+    def look(self, split: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the KV at the positions of `spans[split]`, float32 `[Hkv, n, D]` and `[Hkv, n, Dv]`.
+
+        Out `[Hkv, G·T, Dv]` and natural lse `[Hkv, G·T, 1]`; a row that sees none of the keys is 0 and `_NOTHING`.
+        """
+        lo, hi = self.spans[split]
         scores = torch.bmm(self._rows, keys.mT)
         if self._rules.softcap is not None:
             scores = scores.div_(self._rules.softcap).tanh_().mul_(self._rules.softcap)
@@ -206,6 +223,16 @@ class _Tile:
             weights.view(*by_token, hi - lo).masked_fill_(blind, 0.0)
             lse.view(*by_token, 1).masked_fill_(blind, _NOTHING)
         return torch.bmm(weights, values), lse
+
+
+Seen: TypeAlias = list[tuple[_Tile, int, tuple[torch.Tensor, torch.Tensor]]]
+"""Results by tile and split."""
+
+
+def _tiles(start: int, stop: int, split_tokens: int) -> list[tuple[int, int]]:
+    """Positions `[start, stop)` cut at the boundaries of splits."""
+    bounds = [start, *range((start // split_tokens + 1) * split_tokens, stop, split_tokens), stop]
+    return [(lo, hi) for lo, hi in pairwise(bounds) if lo < hi]
 
 
 def _join(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
