@@ -51,13 +51,18 @@ class Work(Enum):
 
 @attrs.define(kw_only=True, eq=False)
 class Operation:
-    """One entry of a stream's queue. `stream`: its name. `run`: does it. `blocks`: what a gather or scatter moves."""
+    """One entry of a stream's queue. `stream`: its name. `run`: does it. `blocks`: what a gather or scatter moves.
+
+    `awaited`: what a wait waits for. `ready_ns`: when it was given and all that it had to wait for was there.
+    """
 
     work: Work
     stream: str
     event: HostEvent
     run: Callable[[], object]
     blocks: Sequence[Block] = ()
+    awaited: Event | None = None
+    ready_ns: int = 0
 
 
 class HostStream:
@@ -76,6 +81,7 @@ class HostStream:
         self._closed = False
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
         self._failed_wait: BaseException | None = None
+        self._ready_ns = 0
         self._thread = threading.Thread(target=self._work, name=f"swapkv-{device.name}-{name}", daemon=True)
         self._thread.start()
 
@@ -84,7 +90,7 @@ class HostStream:
         if self._is_worker():
             event.wait()
         else:
-            self._give(Work.WAIT, HostEvent(self._timeline), event.wait)
+            self._give(Work.WAIT, HostEvent(self._timeline), event.wait, awaited=event)
 
     def record(self) -> HostEvent:
         """See `Stream.record`. Takes no place in the queue."""
@@ -126,8 +132,18 @@ class HostStream:
         self._give(work, event, lambda: event.run(lambda: copy(blocks, verify)), blocks)
         return event
 
-    def _give(self, work: Work, event: HostEvent, run: Callable[[], object], blocks: Sequence[Block] = ()) -> None:
-        operation = Operation(work=work, stream=self.name, event=event, run=run, blocks=blocks)
+    def _give(
+        self,
+        work: Work,
+        event: HostEvent,
+        run: Callable[[], object],
+        blocks: Sequence[Block] = (),
+        awaited: Event | None = None,
+    ) -> None:
+        now_ns = self._device.clock.monotonic_ns()
+        operation = Operation(
+            work=work, stream=self.name, event=event, run=run, blocks=blocks, awaited=awaited, ready_ns=now_ns
+        )
         depth = self._device.queue_depth
         with self._intake:
             self._require_open()
@@ -166,8 +182,12 @@ class HostStream:
         return self._timeline.advance(number)
 
     def _wait(self, operation: Operation) -> None:
+        assert operation.awaited is not None
+        there_already = operation.awaited.query()
         try:
             operation.run()
+            if not there_already:
+                self._ready_ns = self._device.clock.monotonic_ns()
         except BaseException as error:  # foreign events may raise anything; the worker lives on
             if self._failed_wait is None:
                 self._failed_wait = error
@@ -180,8 +200,11 @@ class HostStream:
         if failed_wait is not None:
             operation.event.error = chained(f"{what} was not run: an event that it waits for failed", failed_wait)
             return
+        operation.ready_ns = max(operation.ready_ns, self._ready_ns)
         try:
             self._device.execute(operation)
+            if not operation.blocks:
+                self._ready_ns = self._device.clock.monotonic_ns()
         except BaseException as error:  # whatever it is, it is this operation's; the worker lives on
             operation.event.error = transfer_error(f"{what} failed", error)
 
@@ -205,13 +228,16 @@ class _Link:
         self._busy_until_ns = 0
         self._lock = threading.Lock()
 
-    def carry(self, num_bytes: int, copy: Callable[[], object]) -> None:
-        """Run `copy`, then sleep until the link would have carried its bytes, if that is later."""
-        began_ns = self._clock.monotonic_ns()
+    def carry(self, num_bytes: int, copy: Callable[[], object], ready_ns: int) -> None:
+        """Run `copy`, then sleep until the link would have carried its bytes, if that is later.
+
+        A link begins with a copy that was `ready` as soon as it is done with the one before: how long this thread took
+        to wake up in between is not the link's time.
+        """
         copy()
         with self._lock:
             carried_ns = num_bytes * 1_000_000_000 // self._bytes_per_s
-            self._busy_until_ns = until_ns = max(began_ns, self._busy_until_ns) + carried_ns
+            self._busy_until_ns = until_ns = max(ready_ns, self._busy_until_ns) + carried_ns
         remaining_ns = until_ns - self._clock.monotonic_ns()
         if remaining_ns > 0:
             self._clock.sleep(remaining_ns / 1_000_000_000)
@@ -240,6 +266,7 @@ class HostDevice:
         self.name = name
         self.link_bytes_per_s = link_bytes_per_s
         self.queue_depth = queue_depth
+        self.clock = clock
         self._links: dict[Work, _Link] = {}
         if link_bytes_per_s is not None:
             self._links = {way: _Link(link_bytes_per_s, clock) for way in (Work.GATHER, Work.SCATTER)}
@@ -294,7 +321,7 @@ class HostDevice:
         if link is None:
             operation.run()
         else:
-            link.carry(sum(block.num_bytes for block in operation.blocks), operation.run)
+            link.carry(sum(block.num_bytes for block in operation.blocks), operation.run, operation.ready_ns)
 
     def close(self, timeout_s: float) -> list[str]:
         """See `Device.close`. The threads of streams that are named end when what holds them up lets go of them.

@@ -42,7 +42,7 @@ class DeferredStream(HostStream):
     def pass_waits(self) -> bool:
         """Get past the waits whose events are reached. False: there is none."""
         before = len(self._queue.operations)  # type: ignore[attr-defined]
-        while self._next() is Work.WAIT and self._queue.operations[0].run.__self__.query():  # type: ignore[attr-defined]
+        while self._next() is Work.WAIT and self._queue.operations[0].awaited.query():  # type: ignore[attr-defined]
             self._work_once()
         return len(self._queue.operations) < before  # type: ignore[attr-defined]
 
