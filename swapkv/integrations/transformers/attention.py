@@ -27,7 +27,8 @@ class Call:
     """What one layer is to attend to: new tokens of all rows, padding included.
 
     `query`: `[B, Hq, T, D]`. `key`, `value`: `[B, Hkv, T, D]`, rotated. `mask`: bool `[B, columns]`, True where there
-    is a token, from the first column that the cache has seen; None: everywhere.
+    is a token, from the first column that the cache has seen; None: everywhere. `positions`: int64 `[B or 1, T]`, for
+    rotary embeddings, where the model tells them.
     `scale`, `softcap`: as in `swapkv.attention.attend`.
     """
 
@@ -35,6 +36,7 @@ class Call:
     key: torch.Tensor
     value: torch.Tensor
     mask: torch.Tensor | None
+    positions: torch.Tensor | None
     scale: float | None
     softcap: float | None
 
@@ -67,12 +69,13 @@ def cached_attention(
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     dropout: float = 0.0,
+    position_ids: torch.Tensor | None = None,
     **_others: object,
 ) -> tuple[torch.Tensor, None]:
     """Store the new KV in the cache's pages, then attend over all pages of each row.
 
-    The signature is that of transformers' `AttentionInterface`; `_others` is what models add to it (position ids, …)
-    and paged attention has no use for. `query`: `[B, Hq, T, D]`. `key`, `value`: `[B, Hkv, T, D]`, rotated.
+    The signature is that of transformers' `AttentionInterface`; `_others` is what models add to it and
+    paged attention has no use for. `query`: `[B, Hq, T, D]`. `key`, `value`: `[B, Hkv, T, D]`, rotated.
     `attention_mask`: see `padding_mask`. Returns `[B, T, Hq, Dv]`, 0 at padding, and no weights.
     Raises `ProtocolError` if the keys do not come from a `SwapKVCache`, or for what pages cannot do: a mask of another
     kind, gradients, dropout, attention sinks, a window that the layout does not have. The forward is void then.
@@ -94,7 +97,15 @@ def cached_attention(
     except ProtocolError:
         ticket.refuse()
         raise
-    call = Call(query=query, key=key, value=value, mask=attention_mask, scale=scaling, softcap=softcap)
+    call = Call(
+        query=query,
+        key=key,
+        value=value,
+        mask=attention_mask,
+        positions=position_ids if position_ids is not None and position_ids.ndim == 2 else None,
+        scale=scaling,
+        softcap=softcap,
+    )
     return ticket.attend(call), None
 
 

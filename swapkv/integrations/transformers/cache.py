@@ -1,6 +1,6 @@
 """A cache for transformers' `generate` whose KV lives in a pool: it can leave the device and come back byte for byte."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from swapkv.errors import KVEvicted, PagesExhausted, PoolClosed, ProtocolError, WouldBlock
+from swapkv.errors import BudgetExhausted, KVEvicted, PagesExhausted, PoolClosed, ProtocolError, WouldBlock
 from swapkv.fsm.commands import ParkUndone, PreemptOutcome, RestoreUndone
 from swapkv.fsm.queries import SequenceState
 from swapkv.integrations.transformers.attention import CACHE_ATTENTION_NAME, Call, Ticket
@@ -35,6 +35,8 @@ class SwapKVCache(Cache):
     layer has. One that raises, or does not come to its last layer, is void: its tokens do not count, and the cache can
     be used as if it had not been. Between forwards, also within `generate` (a logits processor, a streamer), rows may be
     preempted and restored, here or through the pool.
+    If one raises `PagesExhausted` within `generate`, what it had generated is lost to its caller but not to the cache:
+    make room, then go back with `crop` or `reset`, and call again. `make_room` below avoids that.
     Padding is neither stored nor seen: rows hold only the tokens that `attention_mask` names, so left, right and inner
     padding give what the row alone would. What the model returns at padding itself means nothing.
     `generate` with beams needs a name for each beam of each row. All calls belong on the pool's thread.
@@ -49,13 +51,16 @@ class SwapKVCache(Cache):
         step_tokens: int | None = None,
         priority: int = 0,
         timeout_s: float = TIMEOUT_S,
+        make_room: Callable[[Mapping[str, int]], object] | None = None,
         on_news: Callable[[News], object] | None = None,
     ) -> None:
         """Register a sequence for each row. The pool's layout is `layout_of(model.config, …)`.
 
         `max_tokens`: of a row, without padding. `step_tokens`: the most that one forward adds to it, see
-        `BasePool.register`. `timeout_s`: how long copies may take when this cache waits for them. `on_news`: is told
-        what this cache's polls of the pool bring, so that a scheduler of the same pool misses nothing.
+        `BasePool.register`. `timeout_s`: how long copies may take when this cache waits for them. `make_room`: is called
+        with the new tokens by row when the pool lacks pages for them, to begin preempts of other sequences (see
+        `BasePool.victims_for`); the forward waits for those, and is tried once more. `on_news`: is told what this
+        cache's polls of the pool bring, so that a scheduler of the same pool misses nothing.
         Raises `NeverFits` or `ProtocolError` as `register` does, and no row is registered then.
         """
         if not names:
@@ -65,10 +70,12 @@ class SwapKVCache(Cache):
         self._max_tokens = max_tokens
         self._priority = priority
         self._timeout_s = timeout_s
+        self._make_room = make_room
         self._on_news = on_news
         self._real = torch.zeros(len(names), 0, dtype=torch.bool)
         self._step: Step | None = None
         self._offered: int | None = None
+        self._origin = 0
         self._numbers = count(1)
         self._roots: dict[str, str] = {}
         layout = pool.layout
@@ -101,9 +108,15 @@ class SwapKVCache(Cache):
         long. Rows that have left stay off the device: ask again, or `restore`.
         """
         self.void()
-        for name in self._names:
-            if self._pool.state(name) not in (SequenceState.OFFLOADED, SequenceState.EVICTED):
-                self._pool.preempt(name)
+        try:
+            for name in self._names:
+                if self._pool.state(name) not in (SequenceState.OFFLOADED, SequenceState.EVICTED):
+                    self._pool.preempt(name)
+        except BudgetExhausted:
+            for name in self._names:
+                self._pool.cancel_preempt(name)
+            self._drain()
+            raise
         news = self._drain()
         _raise_first(item.cause for item in news if isinstance(item, ParkUndone) and item.sequence in self._names)
         dropped = any(self._pool.state(name) is SequenceState.EVICTED for name in self._names)
@@ -279,8 +292,13 @@ class SwapKVCache(Cache):
         try:
             return self._enter(appends, fresh)
         except WouldBlock:
-            self._drain()
-            return self._enter(appends, fresh)
+            pass
+        except PagesExhausted:
+            if self._make_room is None:
+                raise
+            self._make_room(appends)
+        self._drain()
+        return self._enter(appends, fresh)
 
     def _enter(self, appends: dict[str, int], fresh: torch.Tensor) -> Step:
         return Step(self._pool.forward(appends), self._pool.memory, self._names, fresh, self._timeout_s)
@@ -290,11 +308,16 @@ class SwapKVCache(Cache):
         rows, columns = call.key.shape[0], self.columns + call.key.shape[2]
         if rows != len(self._names):
             raise ProtocolError(f"a batch of {rows} rows came to a cache of {len(self._names)}: name each row once")
+        if call.positions is not None:
+            first = int(call.positions[0, 0])
+            self._origin = self._origin if self.columns else first
+            if call.mask is None:
+                self._refuse_jump(first)
         mask = torch.ones(rows, columns, dtype=torch.bool) if call.mask is None else call.mask.bool().cpu()
         if mask.shape != (rows, columns):
             raise ProtocolError(
                 f"attention_mask {tuple(mask.shape)} must be {(rows, columns)}: the {self.columns} columns that the cache "
-                "has seen and the new ones (crop or reset the cache if generate was interrupted)"
+                "has seen and the new ones; if a generate was interrupted, crop or reset the cache first"
             )
         if not torch.equal(mask[:, : self.columns], self._real):
             raise ProtocolError(
@@ -302,6 +325,15 @@ class SwapKVCache(Cache):
                 "were run: pass the whole mask, padding of earlier calls included"
             )
         return mask[:, self.columns :]
+
+    def _refuse_jump(self, position: int) -> None:
+        """Without a mask only positions tell that `generate` began anew while the cache holds more than its ids."""
+        due = self._origin + self.columns
+        if position != due:
+            raise ProtocolError(
+                f"the new tokens are at position {position}, the cache goes on at {due}: pass all ids so far and an "
+                "attention_mask for them; if a generate was interrupted, crop or reset the cache first"
+            )
 
     def _drain(self) -> list[News]:
         news = self._pool.drain(self._timeout_s)
