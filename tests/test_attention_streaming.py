@@ -176,7 +176,7 @@ def check_equal(
     ]
     queries = queries_of(shape, len(layers), counts)
     with bench_of(shape, layers[0][0]) as bench:
-        outs = bench.run(bench.step(layers, counts, strategy=lambda layer: strategy), queries)
+        outs = bench.run(bench.step(layers, counts, strategy=lambda work: strategy), queries)
     for layer, rows in enumerate(layers):
         for row, kv in enumerate(rows):
             expected = kv.expected(queries[layer][row])

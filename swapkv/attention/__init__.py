@@ -3,13 +3,19 @@
 from swapkv.attention.paged import attend, write_pages
 from swapkv.attention.partial import LogBase, Partial, empty, merge
 from swapkv.attention.pieces import Rules
-from swapkv.attention.streaming import HostRun, LayerKV, Step, StepRow, Strategy, StreamCounts, Streamer
+from swapkv.attention.residency import HostRun, LayerKV
+from swapkv.attention.ring import StreamCounts, Streamer
+from swapkv.attention.roofline import Choice, Rates, choose, predict
+from swapkv.attention.streaming import LayerWork, Step, StepRow, Strategy
 
 __all__ = [
+    "Choice",
     "HostRun",
     "LayerKV",
+    "LayerWork",
     "LogBase",
     "Partial",
+    "Rates",
     "Rules",
     "Step",
     "StepRow",
@@ -17,7 +23,9 @@ __all__ = [
     "StreamCounts",
     "Streamer",
     "attend",
+    "choose",
     "empty",
     "merge",
+    "predict",
     "write_pages",
 ]
