@@ -1,6 +1,7 @@
 """transformers' own `generate` over a pool, against itself with its own cache."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from swapkv.fsm.commands import PreemptOutcome
 from swapkv.fsm.queries import SequenceState
 from swapkv.integrations.transformers import CACHE_ATTENTION_NAME, SwapKVCache, layout_of
 from swapkv.stepped import SteppedPool, open_stepped_pool
+from swapkv.streams.host import HostDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 
@@ -241,6 +243,59 @@ def test_generate_preempted_cache_is_refused_and_goes_on_when_restored() -> None
         cache.restore()
         cache.restore()
         assert torch.equal(generate(model, first, 6, cache).sequences, expected)
+
+
+def logits_while_a_restore_is_under_way(release_s: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a forward right after the pool was told to restore, and what they should be.
+
+    The copies are held back for `release_s` seconds; None: until the forward is over.
+    """
+    model = swapped_model("gemma3")
+    layout = layout_of(model.config, torch.float32, page_size=4, chunk_tokens=16)
+    device = HeldDevice()
+    with (
+        open_stepped_pool(layout, num_pages=16, host_bytes=1 << 20, device=device) as pool,
+        SwapKVCache(pool, ["a"], max_tokens=64) as cache,
+    ):
+        model(torch.tensor(ROWS[:1]), past_key_values=cache)
+        cache.preempt()
+        poison(pool)
+        gate = device.create_promise()
+        for stream in device.made:
+            if stream is not pool.compute:
+                stream.wait(gate)
+        pool.restore("a")
+        timer = threading.Timer(release_s or 0.0, gate.set)
+        if release_s is not None:
+            timer.start()
+        got = model(torch.tensor([[5]]), past_key_values=cache).logits
+        gate.set()
+    return got[0, 0], stock_model("gemma3")(torch.tensor([[*ROWS[0], 5]])).logits[0, -1]
+
+
+class HeldDevice(HostDevice):
+    """Remembers its streams, so that a test can make them wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def create_stream(self, name: str) -> Any:
+        self.made.append(super().create_stream(name))
+        return self.made[-1]
+
+
+@torch.no_grad()
+def test_forward_while_a_restore_is_under_way_waits_for_it() -> None:
+    got, expected = logits_while_a_restore_is_under_way(release_s=0.1)
+    torch.testing.assert_close(got, expected, rtol=0, atol=BOUND)
+
+
+@torch.no_grad()
+def test_forward_that_does_not_wait_for_a_restore_reads_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin of the test above, its guard removed."""
+    monkeypatch.setattr(SwapKVCache, "_await_restores", lambda _: None)
+    assert logits_while_a_restore_is_under_way(release_s=None)[0].isnan().all()
 
 
 class Swapping(transformers.LogitsProcessor):  # type: ignore[misc, no-any-unimported]

@@ -1,18 +1,19 @@
 """A cache for transformers' `generate` whose KV lives in a pool: it can leave the device and come back byte for byte."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from swapkv.errors import BudgetExhausted, KVEvicted, PagesExhausted, PoolClosed, ProtocolError, WouldBlock
 from swapkv.fsm.commands import ParkUndone, PreemptOutcome, RestoreUndone
 from swapkv.fsm.queries import SequenceState
 from swapkv.integrations.transformers.attention import CACHE_ATTENTION_NAME, Call, Ticket
+from swapkv.integrations.transformers.layer import CacheLayer
 from swapkv.integrations.transformers.step import Step
 from swapkv.stepdriver import News
 from swapkv.stepped import SteppedPool
@@ -80,7 +81,7 @@ class SwapKVCache(Cache):
         self._roots: dict[str, str] = {}
         layout = pool.layout
         windows = [layout.groups[group].window for group in layout.group_of_layer]
-        super().__init__(layers=[_Layer(self, layer, window) for layer, window in enumerate(windows)])
+        super().__init__(layers=[CacheLayer(self, layer, window) for layer, window in enumerate(windows)])
         try:
             for name in names:
                 pool.register(name, max_tokens=max_tokens, step_tokens=step_tokens, priority=priority)
@@ -289,6 +290,7 @@ class SwapKVCache(Cache):
         fresh = self._fresh(call)
         appends = dict(zip(self._names, fresh.sum(1).tolist(), strict=True))
         self._tell(self._pool.poll())
+        self._await_restores()
         try:
             return self._enter(appends, fresh)
         except WouldBlock:
@@ -299,6 +301,14 @@ class SwapKVCache(Cache):
             self._make_room(appends)
         self._drain()
         return self._enter(appends, fresh)
+
+    def _await_restores(self) -> None:
+        """The pool would let a forward run while layers still arrive, which attention here does not wait for."""
+        if any(self._pool.state(name) is SequenceState.PREFETCHING for name in self._names):
+            self._drain()
+            late = [name for name in self._names if self._pool.state(name) is SequenceState.PREFETCHING]
+            if late:
+                raise WouldBlock(f"{late} wait for pages to come back to: preempt or finish other sequences")
 
     def _enter(self, appends: dict[str, int], fresh: torch.Tensor) -> Step:
         return Step(self._pool.forward(appends), self._pool.memory, self._names, fresh, self._timeout_s)
@@ -346,45 +356,7 @@ class SwapKVCache(Cache):
                 self._on_news(item)
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of a `SwapKVCache`, as transformers wants to see it. It holds nothing itself."""
-
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, cache: SwapKVCache, index: int, window: int | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.is_sliding = window is not None
-        self._cache = cache
-        self._index = index
-
-    @property
-    def batch_size(self) -> int:
-        return len(self._cache.names)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Pages are there from the beginning."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new KV alone, for `cached_attention` to store. `[B, Hkv, T, D]` each."""
-        return self._cache.offer(self._index, key_states, value_states)
-
-    def get_seq_length(self) -> int:
-        return self._cache.columns
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.columns + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1: rows have a limit, but not columns, which may be padding."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.20
-
-
-def _raise_first(causes: Any) -> None:
+def _raise_first(causes: Iterable[Exception | None]) -> None:
     for cause in causes:
         if cause is not None:
             raise cause
