@@ -100,6 +100,51 @@ def demo(model: str, as_json: bool, trace: Path | None, plot: Path | None, compa
     sys.exit(0 if report.equal else MISMATCH_EXIT)
 
 
+@main.group()
+def bench() -> None:
+    """Benchmarks of the parts. Ways are timed in turn, within one run: read their ratios."""
+
+
+@bench.command("attention", context_settings={"show_default": True})
+@click.option("--context", default=8192, help="Tokens of the sequence.")
+@click.option("--heads", default=32, help="Query heads.")
+@click.option("--kv-heads", default=8, help="KV heads.")
+@click.option("--head-dim", default=128, help="Numbers of a head.")
+@click.option("--layers", default=4, help="Layers.")
+@click.option("--page-size", default=16, help="Tokens a page.")
+@click.option("--split-tokens", default=256, help="Tokens of a split, and of a staging buffer.")
+@click.option("--fraction", default=0.75, help="Share of the pages that lies in host memory.")
+@click.option("--depth", default=4, help="Staging buffers.")
+@click.option("--link-mb-s", type=float, help="Bandwidth of the link, MB/s.  [default: as long as computing takes]")
+@click.option("--steps", default=4, help="Decode steps in a row that a timing covers.")
+@click.option("--repeats", default=5, help="Timings of each way; the median counts.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on standard output, and nothing else there."
+)
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the ways to this file (.png or .svg).")
+def bench_attention(as_json: bool, plot: Path | None, **options: Any) -> None:  # noqa: FBT001
+    """Decode attention over KV that is partly in host memory, on the host device.
+
+    Exits with 1 if any way gives other bits than KV that is all on the device, with 2 for bad input.
+    """
+    from swapkv.bench.attention import Case, measure
+    from swapkv.bench.attention_report import draw_measured, print_measured
+
+    with _clear_errors():
+        case = Case(**options)
+        if plot is not None:
+            _require_writable("--plot", plot)
+        measured = measure(case, note=lambda text: click.echo(f"swapkv: {text}", err=True))
+        if as_json:
+            click.echo(json.dumps(measured.as_json(), indent=2, allow_nan=False))
+        else:
+            print_measured(measured, Console())
+        if plot is not None:
+            draw_measured(measured, plot)
+            click.echo(f"swapkv: wrote {plot}", err=True)
+    sys.exit(0 if all(measured.bitwise_equal.values()) else MISMATCH_EXIT)
+
+
 async def _prove(workload: Workload, observer: RecordingObserver, view: LiveView) -> Report:
     watch = Watch(workload)
     return await prove(
