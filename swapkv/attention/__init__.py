@@ -6,11 +6,13 @@ from swapkv.attention.pieces import Rules
 from swapkv.attention.residency import HostRun, LayerKV
 from swapkv.attention.ring import StreamCounts, Streamer
 from swapkv.attention.roofline import Choice, Rates, choose, predict
+from swapkv.attention.selection import KeyBounds, only_pages, relative_error, select_pages
 from swapkv.attention.streaming import LayerWork, Step, StepRow, Strategy
 
 __all__ = [
     "Choice",
     "HostRun",
+    "KeyBounds",
     "LayerKV",
     "LayerWork",
     "LogBase",
@@ -26,6 +28,9 @@ __all__ = [
     "choose",
     "empty",
     "merge",
+    "only_pages",
     "predict",
+    "relative_error",
+    "select_pages",
     "write_pages",
 ]

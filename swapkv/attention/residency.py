@@ -32,7 +32,7 @@ class LayerKV:
 
     name: Hashable
     layer: int
-    version: int
+    version: Hashable
     planes: tuple[torch.Tensor, ...]
     page_table: torch.Tensor
     runs: tuple[HostRun, ...] = ()
