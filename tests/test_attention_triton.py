@@ -173,9 +173,9 @@ def test_decode_any_group_and_order_equals_dense(interpreter, group, order):
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("split_tokens", [4, 16, 32, 256])
+@pytest.mark.parametrize("split_tokens", [4, 16, 64])
 def test_decode_pages_and_splits_of_any_size_equal_dense_and_attend(interpreter, page_size, split_tokens):
-    batch = Batch(37, 32, 1, 0, 5, page_size=page_size)
+    batch = Batch(21, 16, 1, 0, page_size=page_size)
     partial = interpreter(decode, batch, {"split_tokens": split_tokens})
     assert_exact(partial, batch)
     for row, length in enumerate(batch.lengths.tolist()):
@@ -192,10 +192,10 @@ def test_decode_any_head_dim_equals_dense(interpreter, head_dim, value_dim, orde
     assert_exact(interpreter(decode, batch, {"split_tokens": 16}), batch)
 
 
-@pytest.mark.parametrize("sinks", [0, 1, 6, 40])
+@pytest.mark.parametrize("sinks", [0, 6, 40])
 @pytest.mark.parametrize("window", [1, 3, 17, 100])
 def test_decode_window_and_sinks_equal_dense(interpreter, window, sinks):
-    batch = Batch(70, 45, 2, 0)
+    batch = Batch(45, 2, 0, num_kv_heads=1)
     options = {"window": window, "sinks": sinks}
     for split_tokens in (8, 64):
         assert_exact(interpreter(decode, batch, {"split_tokens": split_tokens, **options}), batch, **options)
@@ -227,10 +227,10 @@ def test_decode_scores_of_a_thousand_do_not_overflow(interpreter):
 @pytest.mark.parametrize("order", PageOrder)
 @pytest.mark.parametrize("options", [{}, {"window": 21, "sinks": 3}])
 def test_decode_pages_placed_elsewhere_gives_equal_bits(interpreter, order, options):
-    lengths, options = (70, 1, 0, 33), {"split_tokens": 16, **options}
+    lengths, options = (37, 1, 0, 20), {"split_tokens": 16, **options}
     partials = [
         interpreter(function, Batch(*lengths, order=order, placement=placement, spare=spare), options)
-        for function, placement, spare in ((decode, 0, 3), (decode, 1, 3), (decode, 2, 20), (decode_at, 3, 3))
+        for function, placement, spare in ((decode, 0, 3), (decode, 1, 20), (decode_at, 2, 3))
     ]
     for partial in partials[1:]:
         assert_same_bits(partial, partials[0])
@@ -371,10 +371,14 @@ def compile_for(module, capability, head_dim, group, dtype, softcap):
     return kernel.asm["ptx"], kernel.metadata.shared
 
 
-@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
-    ("head_dim", "group", "dtype", "softcap"),
-    [(64, 4, torch.bfloat16, None), (256, 8, torch.float16, 30.0), (96, 1, torch.float32, None)],
+    ("capability", "head_dim", "group", "dtype", "softcap"),
+    [
+        (80, 64, 4, torch.bfloat16, None),
+        (80, 256, 1, torch.bfloat16, 30.0),
+        (90, 256, 8, torch.float16, 30.0),
+        (90, 96, 2, torch.float32, None),
+    ],
 )
 def test_kernels_compile_for_gpus_and_read_16_bytes_at_once(compiler, capability, head_dim, group, dtype, softcap):
     ptx, shared = compiler(compile_for, capability, head_dim, group, dtype, softcap)

@@ -318,16 +318,15 @@ def _attend_split(
     in_window = number < near
     low = tl.where(in_window, (length - 1) // split_tokens - number, near + far - 1 - number) * split_tokens
     high = tl.minimum(low + split_tokens, tl.where(in_window, length, sink_end))
-    # Blocks count from the split's begin, wherever the window's lies, so that their boundaries are absolute too.
-    skipped = tl.where(sink_end <= low, tl.maximum(first - low, 0) // block * block, 0)
     row, key_axis, value_axis = tl.arange(0, rows), tl.arange(0, key_width), tl.arange(0, value_width)
     heads = (sequence * num_kv_heads + kv_head) * group + row
     real = (row < group)[:, None] & (key_axis < head_dim)[None, :]
     rows_of_query = tl.load(query + heads[:, None] * head_dim + key_axis[None, :], mask=real, other=0.0).to(key_type)
     top, total = tl.full([rows], float("-inf"), tl.float32), tl.zeros([rows], tl.float32)
     acc = tl.zeros([rows, value_width], tl.float32)
-    for begin in range(low + skipped, high, block):
-        position = begin + tl.arange(0, block)
+    # All blocks of the split, at absolute multiples too: one that shows nothing loads nothing and changes no bit.
+    for begin in range(0, split_tokens, block):
+        position = low + begin + tl.arange(0, block)
         seen = (position < high) & ((position >= first) | (position < sink_end))
         page, slot = sequence * max_pages + position // page_size, position % page_size
         index = kv_head * page_size + slot if heads_first else slot * num_kv_heads + kv_head
@@ -384,7 +383,7 @@ def _merge_splits(outs, lses, plan, out, lse, value_dim: tl.constexpr, width: tl
     source, step = row, batch.to(tl.int64) * num_heads
     top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
     acc = tl.zeros([width], tl.float32)
-    for _ in range(num_splits):
+    while num_splits > 0:
         part = tl.load(lses + source)
         new_top = tl.maximum(top, part)
         fade, share = tl.exp(top - new_top), tl.exp(part - new_top)
@@ -392,6 +391,7 @@ def _merge_splits(outs, lses, plan, out, lse, value_dim: tl.constexpr, width: tl
         total = total * fade + share
         top = new_top
         source += step
+        num_splits -= 1
     divisor = tl.where(total > 0, total, 1.0)
     tl.store(out + row * value_dim + axis, acc / divisor, mask=axis < value_dim)
     tl.store(lse + row + tl.arange(0, 1), top + tl.log(divisor))
