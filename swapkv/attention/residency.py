@@ -50,16 +50,17 @@ def completed_pages(
     kv: LayerKV, unit: range, staged: Sequence[torch.Tensor], pieces: Sequence[range]
 ) -> tuple[torch.Tensor, ...]:
     """Staged pages, to which those are added that lie on the device."""
+    if sum(map(len, pieces)) == len(unit):
+        return tuple(plane[: len(unit)] for plane in staged)
     here = torch.ones(len(unit), dtype=torch.bool)
     for piece in pieces:
         here[piece.start : piece.stop] = False
     pages = tuple(plane[: len(unit)] for plane in staged)
-    if here.any():
-        rows = kv.page_table[unit.start : unit.stop][here]
-        if int(rows.min()) < 0:
-            raise ProtocolError(f"sequence {kv.name!r}: pages {unit} are neither all on the device nor in host memory")
-        for page, plane in zip(pages, kv.planes, strict=True):
-            page[here] = plane.index_select(0, rows)
+    rows = kv.page_table[unit.start : unit.stop][here]
+    if int(rows.min()) < 0:
+        raise ProtocolError(f"sequence {kv.name!r}: pages {unit} are neither all on the device nor in host memory")
+    for page, plane in zip(pages, kv.planes, strict=True):
+        page[here] = plane.index_select(0, rows)
     return pages
 
 

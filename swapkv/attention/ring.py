@@ -66,6 +66,7 @@ class Streamer:
             Region(layer=LayerId(0), name=f"staging {n}", pages=buffer.view(torch.uint8).view(rows, -1))
             for n, buffer in enumerate(self.buffers)
         )
+        self._rows = torch.arange(rows).view(depth, -1)
         self._free = deque(range(depth))
         self._planned: deque[Fetch] = deque()
         self._coming: deque[tuple[Fetch, int, CopyEvent]] = deque()
@@ -84,6 +85,10 @@ class Streamer:
     def pending_keys(self) -> list[tuple[Hashable, ...]]:
         """What the ring will give, in order."""
         return [fetch.key for fetch, _, _ in self._coming] + [fetch.key for fetch in self._planned]
+
+    def is_there(self) -> bool:
+        """Whether what the ring gives next has come, so that `take` does not wait."""
+        return bool(self._coming) and self._coming[0][2].query()
 
     def take(self, fetch: Fetch, stream: Stream) -> tuple[torch.Tensor, ...]:
         """The staged pages of the next fetch of the plan, a tensor a plane `[unit_pages, …]`, once `stream` may read them.
@@ -111,7 +116,9 @@ class Streamer:
     def give_back(self, stream: Stream) -> None:
         """`stream` has been given all that reads the buffer that was taken: it may be filled again after that."""
         assert self._taken is not None
-        self._link.wait(stream.record())
+        read = stream.record()
+        if not read.query():
+            self._link.wait(read)
         self._free.append(self._taken)
         self._taken = None
         self._fill()
@@ -131,9 +138,9 @@ class Streamer:
             self._coming.append((fetch, buffer, self._link.scatter(self._blocks(fetch, buffer), Verify.NONE)))
 
     def _blocks(self, fetch: Fetch, buffer: int) -> list[Block]:
-        low = buffer * self._unit_pages
+        rows = self._rows[buffer]
         return [
-            Block(regions=self._regions, pages=torch.arange(low + at, low + at + planes[0].shape[0]), host=planes)
+            Block(regions=self._regions, pages=rows[at : at + planes[0].shape[0]], host=planes)
             for at, planes in fetch.pieces
         ]
 

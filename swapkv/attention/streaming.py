@@ -2,12 +2,14 @@
 
 A step knows in advance which host pages it will need, layer by layer and sequence by sequence. They come through a
 *ring* of staging buffers, one unit (a split of the keys, or a page if that is larger) in each: while one unit is
-attended to, the next ones are on the link, those of the next layers and of the next step included. Resident pages are
-attended to first, so that the link has a head start. The bits are those of resident KV: see `pieces`.
+attended to, the next ones are on the link, those of the next layers and of the next step included. What has come is
+attended to at once, so that its buffer fills again; resident pages whenever nothing has come yet. The bits are those of
+resident KV, in whatever order: see `pieces`.
 
 Nothing here moves or frees a page. A copy that fails raises in `Step.attend`, and the step can be tried again.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
@@ -101,14 +103,17 @@ class Step:
         attention = Attention(query, self._rows[row].start, heads, rules)
         fetches = self._fetches[layer][row]
         looks = self._begin_on_host(attention, kv, fetches, self._strategies[layer])
-        for unit in attention.units:
-            if unit not in fetches:
-                attention.feed(unit, *as_kv(kv, resident_pages(kv, unit, rules.page_size)))
-        if self._strategies[layer] is Strategy.STREAM:
-            for unit, fetch in fetches.items():
+        resident = deque(unit for unit in attention.units if unit not in fetches)
+        streamed = deque(fetches.items() if self._strategies[layer] is Strategy.STREAM else ())
+        while resident or streamed:
+            if streamed and (not resident or self._streamer.is_there()):
+                unit, fetch = streamed.popleft()
                 staged = self._streamer.take(fetch, stream)
                 attention.feed(unit, *as_kv(kv, completed_pages(kv, unit, staged, fetch.pages)))
                 self._streamer.give_back(stream)
+            else:
+                unit = resident.popleft()
+                attention.feed(unit, *as_kv(kv, resident_pages(kv, unit, rules.page_size)))
         for unit, look in looks:
             attention.put(unit, look())
         return attention.result()
