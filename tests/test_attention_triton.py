@@ -201,6 +201,13 @@ def test_decode_window_and_sinks_equal_dense(interpreter, window, sinks):
         assert_exact(interpreter(decode, batch, {"split_tokens": split_tokens, **options}), batch, **options)
 
 
+@pytest.mark.parametrize("window", [None, 10, 80])
+def test_decode_splits_of_several_blocks_equal_dense(interpreter, window):
+    """A block takes 64 tokens at most; the first of a split may show nothing."""
+    batch = Batch(150, 120, num_kv_heads=1)
+    assert_exact(interpreter(decode, batch, {"window": window, "split_tokens": 128}), batch, window=window)
+
+
 @pytest.mark.parametrize("options", [{"softcap": 0.5}, {"softcap": 30.0}, {"scale": 0.7, "softcap": 2.0}])
 def test_decode_softcap_and_scale_equal_dense(interpreter, options):
     batch = Batch(37, 4)

@@ -6,7 +6,8 @@ at absolute multiples of `split_tokens` and merge from the newest to the oldest,
 lie. The heads of a group (GQA) are the rows of one tile, so KV is read once for all of them.
 
 Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported) runs the same kernels on CPU tensors, slowly:
-for tests. It cannot multiply bfloat16, so there such tiles are widened to float32 first.
+for tests. It cannot multiply bfloat16, so there such tiles are widened to float32 first. Experimental: tests compile the
+kernels for compute capability 8.0 and 9.0, and interpret them; whether they are fast on a GPU is not measured.
 """
 
 from math import gcd
