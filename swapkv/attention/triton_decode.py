@@ -7,7 +7,7 @@ lie. The heads of a group (GQA) are the rows of one tile, so KV is read once for
 
 Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported) runs the same kernels on CPU tensors, slowly:
 for tests. It cannot multiply bfloat16, so there such tiles are widened to float32 first. Experimental: tests compile the
-kernels for compute capability 8.0 and 9.0, and interpret them; whether they are fast on a GPU is not measured.
+kernels for compute capability 8.0 and 9.0, and interpret them; no GPU has run them yet.
 """
 
 from math import gcd
