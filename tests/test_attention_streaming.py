@@ -36,6 +36,7 @@ class Shape:
     window: int | None = None
     sinks: int = 0
     split_tokens: int = 256
+    unit_splits: int = 1
     dtype: torch.dtype = torch.float32
 
     @property
@@ -46,6 +47,7 @@ class Shape:
             window=self.window,
             sinks=self.sinks,
             split_tokens=self.split_tokens,
+            unit_splits=self.unit_splits,
         )
 
     def plane(self, pages: int, dim: int) -> torch.Tensor:
@@ -211,6 +213,12 @@ def test_streamed_attention_behind_a_window_has_the_bits_of_resident_kv(window: 
 @pytest.mark.parametrize("counts", [[5, 1], [300, 20], [64, 64]])
 def test_streamed_prefill_of_ragged_rows_has_the_bits_of_resident_kv(counts: list[int]) -> None:
     check_equal(Shape(split_tokens=64), [400, 64], counts, 0.5, counts[0])
+
+
+@pytest.mark.parametrize("unit_splits", [1, 2, 3, 8])
+def test_streamed_attention_in_units_of_any_size_has_the_bits_of_resident_kv(unit_splits: int) -> None:
+    """What `expected` attends to comes in units of another size."""
+    check_equal(Shape(split_tokens=32, unit_splits=unit_splits), [500, 40], [1, 7], 0.5, unit_splits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -32,7 +32,8 @@ class Rules:
     `order`, `page_size`: of the pages. `window`: a query at p sees positions p - window + 1 … p (None: all); and, in
     spite of a window, the first `sinks` positions (StreamingLLM, Xiao et al., 2023). `scale`: factor of the scores.
     `softcap`: scores become softcap · tanh(scores / softcap) (Gemma 2, 2024). `split_tokens`: a multiple of the page
-    size, or a divisor of it.
+    size, or a divisor of it. `unit_splits`: how many splits are fed, and come from the host, at a time; no bit depends
+    on it.
     Raises `ProtocolError` for numbers that do not fit.
     """
 
@@ -43,10 +44,13 @@ class Rules:
     scale: float | None = None
     softcap: float | None = None
     split_tokens: int = 256
+    unit_splits: int = 4
 
     def __attrs_post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ProtocolError(f"window={self.window} must be at least 1 token, or None for full attention")
+        if self.unit_splits < 1:
+            raise ProtocolError(f"unit_splits={self.unit_splits} must be at least 1")
         if self.sinks < 0:
             raise ProtocolError(f"sinks={self.sinks} must be 0 or more positions")
         if self.softcap is not None and self.softcap <= 0:
@@ -60,8 +64,8 @@ class Rules:
 
     @property
     def unit_tokens(self) -> int:
-        """Tokens of a unit: a split, or a page where that is larger."""
-        return max(self.split_tokens, self.page_size)
+        """Tokens of a unit: `unit_splits` splits, rounded up to whole pages."""
+        return -(-self.split_tokens * self.unit_splits // self.page_size) * self.page_size
 
     def first_seen(self, position: int) -> int:
         """The oldest position within the window of the query at `position`."""

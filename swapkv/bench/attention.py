@@ -65,6 +65,7 @@ class Case:
     layers: int = 4
     page_size: int = 16
     split_tokens: int = 256
+    unit_splits: int = 4
     fraction: float = 0.75
     depth: int = 4
     link_mb_s: float | None = None
@@ -85,7 +86,9 @@ class Case:
 
     @property
     def rules(self) -> Rules:
-        return Rules(order=PageOrder.NHD, page_size=self.page_size, split_tokens=self.split_tokens)
+        return Rules(
+            order=PageOrder.NHD, page_size=self.page_size, split_tokens=self.split_tokens, unit_splits=self.unit_splits
+        )
 
     @property
     def pages(self) -> int:
@@ -243,29 +246,28 @@ class _Bench:
 
     def _steps(self, way: Way) -> tuple[float, list[torch.Tensor]]:
         make = self._maker(way)
-        outs = make(self.case.steps == 1)
+        outs = make()
         begin_s = time.perf_counter()
-        for step in range(self.case.steps):
-            outs = make(step == self.case.steps - 1)
+        for _ in range(self.case.steps):
+            outs = make()
         seconds = (time.perf_counter() - begin_s) / self.case.steps
         self.streamer.reset()
         return seconds, outs
 
-    def _maker(self, way: Way) -> Callable[[bool], list[torch.Tensor]]:
-        """What makes one step; told whether it is the last one, after which nothing needs to come."""
+    def _maker(self, way: Way) -> Callable[[], list[torch.Tensor]]:
+        """What makes one step of many: each one finds the ring full, and leaves it full for the next."""
         if way is Way.RESIDENT:
-            return lambda last: [self.layers.attend(p, layer) for layer, p in enumerate(self.layers.planes)]
+            return lambda: [self.layers.attend(p, layer) for layer, p in enumerate(self.layers.planes)]
         if way is Way.COPY_FIRST:
-            return lambda last: self._copy_first()
+            return lambda: self._copy_first()
         strategy = {Way.STREAM: Strategy.STREAM, Way.HYBRID: Strategy.HYBRID, Way.IN_PLACE: Strategy.IN_PLACE}.get(way)
         self.choices = []
-        return lambda last: self._step(self._choose if strategy is None else (lambda work: strategy), last=last)
+        return lambda: self._step(self._choose if strategy is None else (lambda work: strategy))
 
-    def _step(self, strategy: Callable[[LayerWork], Strategy], *, last: bool) -> list[torch.Tensor]:
+    def _step(self, strategy: Callable[[LayerWork], Strategy]) -> list[torch.Tensor]:
         layers = self.layers
         step = Step(self.streamer, [layers.row()], self.case.layers, lambda _: self.case.rules, strategy=strategy)
-        if not last:
-            step.prefetch_again()
+        step.prefetch_again()
         return [step.attend(layer, 0, layers.queries[layer], self.compute) for layer in range(self.case.layers)]
 
     def _choose(self, work: LayerWork) -> Strategy:
