@@ -1,5 +1,7 @@
 """Exact attention over paged KV on the device, with bits that do not depend on where the pages lie: see `pieces`."""
 
+from collections.abc import Sequence
+
 import torch
 
 from swapkv.attention.pieces import Attention, Rules, runs_of
@@ -75,10 +77,30 @@ def attend(
     attention = Attention(query, start, keys.shape[_head_axis(order)], rules)
     for pages in runs_of(attention.units):
         check_pages(page_table, pages, rules.page_size, keys.shape[0])
+    gather = Gatherer((keys, values))
     for unit in attention.units:
-        rows = page_table[unit.start : unit.stop]
-        attention.feed(unit, keys.index_select(0, rows), values.index_select(0, rows))
+        attention.feed(unit, *gather(page_table[unit.start : unit.stop]))
     return attention.result()
+
+
+class Gatherer:
+    """Pages of several planes, one after the other, in scratch memory that each call uses again."""
+
+    def __init__(self, planes: Sequence[torch.Tensor]) -> None:
+        self._planes = planes
+        self._scratch: list[torch.Tensor] = []
+
+    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`rows` (int64 `[n]`, n > 0) of each plane, valid until the next call. Rows in sequence are not copied."""
+        first, last = int(rows[0]), int(rows[-1])
+        if last - first == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all()):
+            return tuple(plane[first : last + 1] for plane in self._planes)
+        if not self._scratch or len(self._scratch[0]) < len(rows):
+            self._scratch = [plane.new_empty(len(rows), *plane.shape[1:]) for plane in self._planes]
+        taken = [scratch[: len(rows)] for scratch in self._scratch]
+        for plane, out in zip(self._planes, taken, strict=True):
+            torch.index_select(plane, 0, rows, out=out)
+        return tuple(taken)
 
 
 def _head_axis(order: PageOrder) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 import attrs
 import torch
 
-from swapkv.attention.paged import check_pages
+from swapkv.attention.paged import Gatherer, check_pages
 from swapkv.errors import ProtocolError
 
 
@@ -39,11 +39,10 @@ class LayerKV:
     value_dim: int | None = None
 
 
-def resident_pages(kv: LayerKV, unit: range, page_size: int) -> tuple[torch.Tensor, ...]:
-    """The pages of a unit that all lie on the device, by plane."""
-    rows = kv.page_table[unit.start : unit.stop]
+def resident_pages(kv: LayerKV, unit: range, page_size: int, gather: Gatherer) -> tuple[torch.Tensor, ...]:
+    """The pages of a unit that all lie on the device, by plane, as `gather` gives them."""
     check_pages(kv.page_table, unit, page_size, kv.planes[0].shape[0])
-    return tuple(plane.index_select(0, rows) for plane in kv.planes)
+    return gather(kv.page_table[unit.start : unit.stop])
 
 
 def completed_pages(

@@ -17,6 +17,7 @@ from functools import partial
 import attrs
 import torch
 
+from swapkv.attention.paged import Gatherer
 from swapkv.attention.pieces import Attention, Rules, Seen, units_of
 from swapkv.attention.residency import LayerKV, as_kv, completed_pages, resident_pages
 from swapkv.attention.ring import Fetch, Streamer
@@ -103,6 +104,7 @@ class Step:
         attention = Attention(query, self._rows[row].start, heads, rules)
         fetches = self._fetches[layer][row]
         looks = self._begin_on_host(attention, kv, fetches, self._strategies[layer])
+        gather = Gatherer(kv.planes)
         resident = deque(unit for unit in attention.units if unit not in fetches)
         streamed = deque(fetches.items() if self._strategies[layer] is Strategy.STREAM else ())
         while resident or streamed:
@@ -113,7 +115,7 @@ class Step:
                 self._streamer.give_back(stream)
             else:
                 unit = resident.popleft()
-                attention.feed(unit, *as_kv(kv, resident_pages(kv, unit, rules.page_size)))
+                attention.feed(unit, *as_kv(kv, resident_pages(kv, unit, rules.page_size, gather)))
         for unit, look in looks:
             attention.put(unit, look())
         return attention.result()
