@@ -119,7 +119,7 @@ class Attention:
         scaled = query.detach().float() * (head_dim**-0.5 if rules.scale is None else rules.scale)
         bounds = _tiles(start, stop, rules.split_tokens)
         self._tiles = [_Tile(scaled[lo - start : hi - start], lo, num_kv_heads, rules) for lo, hi in bounds]
-        self.units = units_of(start, stop, rules)
+        self.units = _units([span for tile in self._tiles for span in tile.spans.values()], rules)
         self._missing = set(self.units)
 
     def feed(self, unit: range, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -159,12 +159,7 @@ class Attention:
 
 def units_of(start: int, stop: int, rules: Rules) -> list[range]:
     """The units that queries at `[start, stop)` see, as ranges of logical pages; the newest first."""
-    seen: dict[int, list[int]] = {}
-    for tile in _tiles(start, stop, rules.split_tokens):
-        for span in rules.spans(*tile):
-            seen.setdefault(span[0] // rules.unit_tokens, []).extend(span)
-    size = rules.page_size
-    return [range(min(ends) // size, -(-max(ends) // size)) for _, ends in sorted(seen.items())[::-1]]
+    return _units([span for tile in _tiles(start, stop, rules.split_tokens) for span in rules.spans(*tile)], rules)
 
 
 def runs_of(units: Sequence[range]) -> list[range]:
@@ -210,7 +205,8 @@ class _Tile:
     def look(self, split: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the KV at the positions of `spans[split]`, float32 `[Hkv, n, D]` and `[Hkv, n, Dv]`.
 
-        Out `[Hkv, G·T, Dv]` and natural lse `[Hkv, G·T, 1]`; a row that sees none of the keys is 0 and `_NOTHING`.
+        Out `[Hkv, G·T, Dv]` and natural lse `[Hkv, G·T, 1]` (of a single split, anything: it merges with none); a row
+        that sees none of the keys is 0 and `_NOTHING`.
         """
         lo, hi = self.spans[split]
         scores = torch.bmm(self._rows, keys.mT)
@@ -221,6 +217,8 @@ class _Tile:
         if hidden is not None:
             scores.view(*by_token, hi - lo).masked_fill_(hidden, -torch.inf)
         weights = torch.softmax(scores, -1)
+        if len(self.spans) == 1:  # nothing to merge with
+            return torch.bmm(weights, values), weights
         lse = _log_sum(scores, weights, -1)
         if hidden is not None and self._rules.window is not None:
             blind = hidden.all(-1, keepdim=True)
@@ -231,6 +229,14 @@ class _Tile:
 
 Seen: TypeAlias = list[tuple[_Tile, int, tuple[torch.Tensor, torch.Tensor]]]
 """Results by tile and split."""
+
+
+def _units(spans: Sequence[tuple[int, int]], rules: Rules) -> list[range]:
+    seen: dict[int, list[int]] = {}
+    for span in spans:
+        seen.setdefault(span[0] // rules.unit_tokens, []).extend(span)
+    size = rules.page_size
+    return [range(min(ends) // size, -(-max(ends) // size)) for _, ends in sorted(seen.items())[::-1]]
 
 
 def _tiles(start: int, stop: int, split_tokens: int) -> list[tuple[int, int]]:
