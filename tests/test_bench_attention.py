@@ -30,6 +30,7 @@ def test_bench_of_every_way_gives_equal_bits_and_counts_bytes() -> None:
     assert all(measured.bitwise_equal.values())
     assert case.host_bytes == 2 * 12 * (2 * 4 * 8 * 2 * 16)
     assert measured.bytes_over_link[Way.STREAM] == measured.bytes_over_link[Way.COPY_FIRST] == case.host_bytes
+    assert measured.bytes_over_link[Way.BESIDE] == case.host_bytes
     assert measured.bytes_over_link[Way.RESIDENT] == measured.bytes_over_link[Way.HYBRID] == 0
     assert measured.copy_s == pytest.approx(case.host_bytes / 500e6)
     assert len(measured.choices) == case.layers
@@ -42,7 +43,10 @@ def test_bench_as_json_has_the_headline_and_nothing_else_on_stdout(tmp_path: Pat
     assert result.exit_code == 0, result.stderr
     told = json.loads(result.stdout)
     ways, ideal = told["ways"], max(told["compute_s"], told["copy_s"])
+    busy = max(ways["resident, link busy"]["step_s"], told["copy_s"])
+    assert 0 <= told["headline"].pop("stalled_share") < 1
     assert told["headline"] == {
+        "step_over_ideal_link_busy": pytest.approx(ways["stream"]["step_s"] / busy),
         "step_over_ideal": pytest.approx(ways["stream"]["step_s"] / ideal),
         "speedup_over_copy_then_attend": pytest.approx(ways["copy, then attend"]["step_s"] / ways["stream"]["step_s"]),
         "bitwise_equal": True,

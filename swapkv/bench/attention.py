@@ -43,6 +43,9 @@ class Way(Enum):
 
     RESIDENT = "resident"
     """All KV on the device: the computation alone."""
+    BESIDE = "resident, link busy"
+    """The same while as many bytes come over the link, which nobody waits for: what the copies' share of the host's memory
+    costs. A host device's link is one of its cores; a GPU's copy engine takes less."""
     COPY_FIRST = "copy, then attend"
     """All host pages come, then all layers are attended to."""
     STREAM = "stream"
@@ -110,13 +113,15 @@ class Case:
 
 @attrs.frozen(kw_only=True)
 class Measured:
-    """Seconds a decode step, medians. `bitwise_equal`: each way's output is that of resident KV. `choices`: by layer."""
+    """Seconds a decode step, medians. `bitwise_equal`: each way's output is that of resident KV. `stalled_s`: how long a
+    streamed step waited for its link, on average. `choices`: by layer."""
 
     case: Case
     link_bytes_per_s: float
     step_s: dict[Way, float]
     bitwise_equal: dict[Way, bool]
     bytes_over_link: dict[Way, int]
+    stalled_s: float
     rates: Rates
     choices: tuple[Choice, ...]
 
@@ -143,6 +148,8 @@ class Measured:
         return {
             "headline": {
                 "step_over_ideal": stream / self.ideal_s,
+                "step_over_ideal_link_busy": stream / max(self.step_s[Way.BESIDE], self.copy_s),
+                "stalled_share": self.stalled_s / stream,
                 "speedup_over_copy_then_attend": self.step_s[Way.COPY_FIRST] / stream,
                 "bitwise_equal": all(self.bitwise_equal.values()),
             },
@@ -252,6 +259,7 @@ class _Bench:
             outs = make()
         seconds = (time.perf_counter() - begin_s) / self.case.steps
         self.streamer.reset()
+        self.copies.record().wait()
         return seconds, outs
 
     def _maker(self, way: Way) -> Callable[[], list[torch.Tensor]]:
@@ -259,7 +267,9 @@ class _Bench:
         if way is Way.RESIDENT:
             return lambda: [self.layers.attend(p, layer) for layer, p in enumerate(self.layers.planes)]
         if way is Way.COPY_FIRST:
-            return lambda: self._copy_first()
+            return self._copy_first
+        if way is Way.BESIDE:
+            return self._beside
         strategy = {Way.STREAM: Strategy.STREAM, Way.HYBRID: Strategy.HYBRID, Way.IN_PLACE: Strategy.IN_PLACE}.get(way)
         self.choices = []
         return lambda: self._step(self._choose if strategy is None else (lambda work: strategy))
@@ -274,6 +284,11 @@ class _Bench:
         choice = choose(work, self.rates, (Strategy.STREAM, Strategy.HYBRID))
         self.choices = [*self.choices[-self.case.layers + 1 :], choice] if self.case.layers > 1 else [choice]
         return choice.strategy
+
+    def _beside(self) -> list[torch.Tensor]:
+        for layer in range(self.case.layers):
+            self.copies.scatter(self.layers.blocks(layer), Verify.NONE)
+        return [self.layers.attend(planes, layer) for layer, planes in enumerate(self.layers.planes)]
 
     def _copy_first(self) -> list[torch.Tensor]:
         for layer in range(self.case.layers):
@@ -294,15 +309,19 @@ def measure(case: Case, *, note: Callable[[str], None] = lambda text: None) -> M
             times: dict[Way, list[float]] = {way: [] for way in Way}
             outs: dict[Way, list[torch.Tensor]] = {}
             over_link = dict.fromkeys(Way, 0)
-            over_link[Way.COPY_FIRST] = case.host_bytes
+            over_link[Way.COPY_FIRST] = over_link[Way.BESIDE] = case.host_bytes
+            stalled_ns = 0
             for repeat in range(case.repeats):
                 note(f"round {repeat + 1} of {case.repeats}")
                 for way in Way:
-                    before = bench.streamer.counts.bytes_streamed
+                    before = attrs.evolve(bench.streamer.counts)
                     seconds, outs[way] = bench.time(way)
                     times[way].append(seconds)
-                    if way is not Way.COPY_FIRST:
-                        over_link[way] = (bench.streamer.counts.bytes_streamed - before) // (case.steps + 1)
+                    if way not in (Way.COPY_FIRST, Way.BESIDE):
+                        streamed = bench.streamer.counts.bytes_streamed - before.bytes_streamed
+                        over_link[way] = streamed // (case.steps + 1)
+                    if way is Way.STREAM:
+                        stalled_ns += bench.streamer.counts.stalled_ns - before.stalled_ns
             choices = tuple(bench.choices)
         finally:
             bench.device.close(CLOSE_S)
@@ -313,6 +332,7 @@ def measure(case: Case, *, note: Callable[[str], None] = lambda text: None) -> M
         step_s={way: median(seconds) for way, seconds in times.items()},
         bitwise_equal={way: all(map(torch.equal, outs[way], wanted)) for way in Way},
         bytes_over_link=over_link,
+        stalled_s=stalled_ns / 1e9 / (case.repeats * (case.steps + 1)),
         rates=bench.rates,
         choices=choices,
     )

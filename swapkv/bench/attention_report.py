@@ -30,6 +30,7 @@ def print_measured(measured: Measured, console: Console) -> None:
             "equal" if measured.bitwise_equal[way] else "DIFFERENT",
         )
     console.print(table)
+    console.print(f"A streamed step waited {measured.stalled_s * 1e3:.1f} ms for its link.")
     for choice in measured.choices[:1]:
         console.print(f"The roofline's choice, from measured rates: {choice.why}.", highlight=False)
 
