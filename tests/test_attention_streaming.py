@@ -288,6 +288,27 @@ def test_staging_never_grows_beyond_its_ring() -> None:
         assert under_way[1] == 2
 
 
+def test_buffer_is_not_filled_again_before_a_stream_that_is_behind_has_read_it() -> None:
+    """The calls are made ahead of the stream, as they are where work is launched and not waited for."""
+    shape, device = Shape(), HostDevice()
+    kv = two_layers(shape)[0][0]
+    with bench_of(shape, kv, device=device, depth=2) as bench:
+        gate, read = device.create_promise(), []
+        bench.compute.wait(gate)
+        row = StepRow(start=kv.tokens - 1, num_tokens=1, kv=lambda layer: kv.kv(layer))
+        step = Step(bench.streamer, [row], 1, lambda layer: shape.rules)
+        for fetch in step._wanted:
+            keys, _ = bench.streamer.take(fetch, bench.compute)
+            last = bench.compute.launch(lambda keys=keys: read.append(keys.clone()))
+            bench.streamer.give_back(bench.compute)
+        bench.streamer._link.record().wait(0.05)
+        gate.set()
+        assert last.wait(10)
+        for fetch, keys in zip(step._wanted, read, strict=True):
+            (place,), ((_, (wanted, _)),) = fetch.pages, fetch.pieces
+            assert torch.equal(keys[place.start : place.stop].view(torch.uint8).view(len(place), -1), wanted)
+
+
 def test_next_step_over_the_same_pages_finds_them_coming_already() -> None:
     shape, device = Shape(), WatchedDevice()
     layers = two_layers(shape)
@@ -342,7 +363,8 @@ def test_pages_of_another_version_are_not_taken_for_the_same() -> None:
         assert torch.equal(again, fresh)
 
 
-def test_page_that_is_nowhere_is_refused_by_name() -> None:
+@pytest.mark.parametrize("strategy", Strategy)
+def test_page_that_is_nowhere_is_refused_by_name(strategy: Strategy) -> None:
     shape = Shape()
     kv = two_layers(shape)[0][0]
     lost = attrs.evolve(kv.kv(0), runs=kv.runs[:0])
@@ -350,8 +372,9 @@ def test_page_that_is_nowhere_is_refused_by_name() -> None:
     with bench_of(shape, kv) as bench:
         for broken, message in ((lost, "logical page"), (half, "neither all on the device nor in host memory")):
             row = StepRow(start=kv.tokens - 1, num_tokens=1, kv=lambda layer, broken=broken: broken)
+            step = Step(bench.streamer, [row], 1, lambda layer: shape.rules, strategy=lambda work: strategy)
             with pytest.raises(ProtocolError, match=message):
-                bench.run(Step(bench.streamer, [row], 1, lambda layer: shape.rules), queries_of(shape, 1, [1]))
+                bench.run(step, queries_of(shape, 1, [1]))
             bench.streamer.reset()
 
 

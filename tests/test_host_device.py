@@ -73,6 +73,49 @@ def test_limited_link_carries_each_direction_by_itself_over_all_streams() -> Non
         assert clock.slept == [4.0, 2.0, 6.0, 6.0]
 
 
+class SetClock(FrozenClock):
+    """Time that is set; to sleep takes longer than was asked for, as threads do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_ns = 0
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def sleep(self, seconds: float, /) -> None:
+        super().sleep(seconds)
+        self.now_ns += round((seconds + 0.5) * 1e9)
+
+
+class Gate:
+    """An event that tells when a stream has come to it."""
+
+    def __init__(self) -> None:
+        self.come_to, self.open = threading.Event(), threading.Event()
+
+    def query(self) -> bool:
+        self.come_to.set()
+        return self.open.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self.open.wait(LONG_S)
+
+
+def test_link_goes_on_with_a_copy_that_was_ready_however_late_its_thread_wakes() -> None:
+    clock = SetClock()
+    with opened(HostDevice(link_bytes_per_s=8, clock=clock)) as device:
+        stream, block, gate = device.create_stream("in"), one_page(device), Gate()
+        stream.wait(gate)
+        stream.scatter([block], Verify.NONE)
+        last = stream.scatter([block], Verify.NONE)
+        assert gate.come_to.wait(LONG_S)
+        clock.now_ns = 10**9
+        gate.open.set()
+        assert last.wait(LONG_S)
+    assert clock.slept == [2.0, 1.5], "the first begins when its wait is over; of the second half a second is over"
+
+
 def test_limited_link_slower_than_the_copy_itself_does_not_sleep() -> None:
     clock = JumpingClock(step_ns=3_000_000_000)
     with opened(HostDevice(link_bytes_per_s=8, clock=clock)) as device:

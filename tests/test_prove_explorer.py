@@ -7,6 +7,7 @@ import pytest
 from tests.prove import progress
 from tests.prove.audit import audit
 from tests.prove.canaries import CANARIES
+from tests.prove.canonical import key
 from tests.prove.explore import Found, explore
 from tests.prove.mutation import applied
 from tests.prove.scenario import Scenario
@@ -73,8 +74,6 @@ def test_violation_has_no_shorter_trace() -> None:
 
 def test_worlds_with_sequences_exchanged_are_one_state() -> None:
     """Equal sequences are interchangeable: exploring both orders would tell nothing new."""
-    from tests.prove.canonical import key
-
     one, other = World(WORLDS["hang"]), World(WORLDS["hang"])
     for world, names in ((one, "ab"), (other, "ba")):
         for name in names:
@@ -84,8 +83,6 @@ def test_worlds_with_sequences_exchanged_are_one_state() -> None:
 
 
 def test_clone_of_a_world_shares_nothing_that_changes() -> None:
-    from tests.prove.canonical import key
-
     world = World(WORLDS["faults"])
     before, twin = key(world), world.clone()
     twin.apply(("preempt", "a"))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from swapkv.attention.pieces import Attention, Rules, runs_of
+from swapkv.attention.pieces import Attention, Rules, head_axis, runs_of
 from swapkv.errors import ProtocolError
 from swapkv.layout import PageOrder
 
@@ -17,7 +17,7 @@ def write_pages(plane: torch.Tensor, new: torch.Tensor, page_table: torch.Tensor
     each logical page; -1 for a page that is not there.
     Raises `ProtocolError`, with nothing written, if a position has no page or shapes do not fit.
     """
-    if plane.ndim != 4 or new.ndim != 3 or new.shape[1:] != (plane.shape[_head_axis(order)], plane.shape[3]):
+    if plane.ndim != 4 or new.ndim != 3 or new.shape[1:] != (plane.shape[head_axis(order)], plane.shape[3]):
         raise ProtocolError(f"new {tuple(new.shape)} does not fit a plane {tuple(plane.shape)} ({order.name})")
     page_size = _page_size(plane, order)
     stop = start + new.shape[0]
@@ -74,7 +74,7 @@ def attend(
     )
     if not num_tokens:
         return query.new_empty(0, num_heads, values.shape[3])
-    attention = Attention(query, start, keys.shape[_head_axis(order)], rules)
+    attention = Attention(query, start, keys.shape[head_axis(order)], rules)
     for pages in runs_of(attention.units):
         check_pages(page_table, pages, rules.page_size, keys.shape[0])
     gather = Gatherer((keys, values))
@@ -103,10 +103,6 @@ class Gatherer:
         return tuple(taken)
 
 
-def _head_axis(order: PageOrder) -> int:
-    return 2 if order is PageOrder.NHD else 1
-
-
 def _page_size(plane: torch.Tensor, order: PageOrder) -> int:
     return plane.shape[1] if order is PageOrder.NHD else plane.shape[2]
 
@@ -117,7 +113,7 @@ def _check_shapes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
         raise ProtocolError(
             f"keys {tuple(keys.shape)} and values {tuple(values.shape)} must have 4 axes and agree in all but the last"
         )
-    if query.ndim != 3 or query.shape[2] != keys.shape[3] or query.shape[1] % keys.shape[_head_axis(order)]:
+    if query.ndim != 3 or query.shape[2] != keys.shape[3] or query.shape[1] % keys.shape[head_axis(order)]:
         raise ProtocolError(
             f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)} ({order.name}): it must be [T, Hq, D] "
             "with D that of the keys and Hq a multiple of their heads"

@@ -162,6 +162,11 @@ def units_of(start: int, stop: int, rules: Rules) -> list[range]:
     return _units([span for tile in _tiles(start, stop, rules.split_tokens) for span in rules.spans(*tile)], rules)
 
 
+def head_axis(order: PageOrder) -> int:
+    """The axis of a plane that counts its KV heads."""
+    return 2 if order is PageOrder.NHD else 1
+
+
 def runs_of(units: Sequence[range]) -> list[range]:
     """The same pages with adjoining units joined, the oldest first."""
     runs: list[range] = []

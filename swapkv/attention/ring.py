@@ -46,7 +46,7 @@ class Streamer:
     """A ring of staging buffers on one device, filled in the order of a plan, emptied in the same order.
 
     `planes`: one layer's planes on the device (all layers must be alike). `depth`: buffers, at least 2: one is
-    attended to while the others fill. `hosts`: a compute stream for `Strategy.HYBRID`, made if there is none.
+    attended to while the others fill. `host`: a stream whose callables attend on the host (`Strategy.HYBRID`).
     All calls belong on one thread at a time; `take` may run in a callable of the compute stream.
     Raises `ProtocolError` for numbers that do not fit.
     """

@@ -1,14 +1,15 @@
 """Attention over KV that is partly in host memory, exact and layer by layer, while its pages are still coming.
 
 A step knows in advance which host pages it will need, layer by layer and sequence by sequence. They come through a
-*ring* of staging buffers, one unit (a split of the keys, or a page if that is larger) in each: while one unit is
-attended to, the next ones are on the link, those of the next layers and of the next step included. What has come is
+*ring* of staging buffers, one unit (some splits of the keys, see `Rules`) in each: while one unit is attended
+to, the next ones are on the link, those of the next layers and of the next step included. What has come is
 attended to at once, so that its buffer fills again; resident pages whenever nothing has come yet. The bits are those of
 resident KV, in whatever order: see `pieces`.
 
 Nothing here moves or frees a page. A copy that fails raises in `Step.attend`, and the step can be tried again.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -18,11 +19,10 @@ import attrs
 import torch
 
 from swapkv.attention.paged import Gatherer
-from swapkv.attention.pieces import Attention, Rules, Seen, units_of
+from swapkv.attention.pieces import Attention, Rules, Seen, head_axis, units_of
 from swapkv.attention.residency import LayerKV, as_kv, completed_pages, resident_pages
 from swapkv.attention.ring import Fetch, Streamer
 from swapkv.errors import ProtocolError
-from swapkv.layout import PageOrder
 from swapkv.streams.base import ComputeStream, Launched, Stream
 
 _FLOAT_BYTES = 4
@@ -61,7 +61,7 @@ class LayerWork:
 
 class Step:
     """One forward over several sequences. `rules(layer)`: of that layer, the same pages and splits as the streamer's.
-    `strategy`: chosen for each layer, by what it has to attend to; see `roofline.choose`.
+    `strategy`: chosen for each layer, by what it has to attend to; see `roofline.choose`. None: stream all.
 
     Ask for the layers in their order, and within a layer for the rows in theirs.
     """
@@ -73,7 +73,7 @@ class Step:
         num_layers: int,
         rules: Callable[[int], Rules],
         *,
-        strategy: Callable[["LayerWork"], Strategy] = lambda work: Strategy.STREAM,
+        strategy: Callable[[LayerWork], Strategy] | None = None,
     ) -> None:
         self._streamer = streamer
         self._rows = rows
@@ -83,7 +83,11 @@ class Step:
             [self._fetches_of(row, kv, rules(layer)) for row, kv in zip(rows, kvs, strict=True)]
             for layer, kvs in enumerate(self._kv)
         ]
-        self._strategies = [strategy(self._work(layer)) for layer in range(num_layers)]
+        self._strategies = [
+            Strategy.STREAM if strategy is None else strategy(self._work(layer)) for layer in range(num_layers)
+        ]
+        streamed = (rows for rows, way in zip(self._fetches, self._strategies, strict=True) if way is Strategy.STREAM)
+        self._wanted = [fetch for rows in streamed for fetches in rows for fetch in fetches.values()]
         self._plan()
 
     def prefetch_again(self) -> None:
@@ -91,7 +95,7 @@ class Step:
 
         If the next step needs others, they are dropped and counted as wasted.
         """
-        self._streamer.plan(self._all_fetches())
+        self._streamer.plan(self._wanted)
 
     def attend(self, layer: int, row: int, query: torch.Tensor, stream: Stream) -> torch.Tensor:
         """Causal attention of `query`, `[T, Hq, D]`, over all KV of the row's sequence, its new tokens included.
@@ -100,7 +104,7 @@ class Step:
         failed, `ProtocolError` for a page that is neither on the device nor in host memory.
         """
         kv, rules = self._kv[layer][row], self._rules(layer)
-        heads = kv.planes[0].shape[_head_axis(rules)]
+        heads = kv.planes[0].shape[head_axis(rules.order)]
         attention = Attention(query, self._rows[row].start, heads, rules)
         fetches = self._fetches[layer][row]
         looks = self._begin_on_host(attention, kv, fetches, self._strategies[layer])
@@ -126,7 +130,7 @@ class Step:
         """What looks at the host pages where they are, begun if it can run beside the rest."""
         if strategy is Strategy.STREAM:
             return []
-        looks = [(unit, partial(_look_in_place, attention, kv, unit)) for unit in fetches]
+        looks = [(unit, partial(_look_in_place, attention, kv, unit, fetch)) for unit, fetch in fetches.items()]
         if strategy is Strategy.IN_PLACE:
             return list(looks)
         host = self._streamer.host
@@ -150,23 +154,19 @@ class Step:
 
     def _plan(self) -> None:
         """Plan what the rows need, unless a step before has planned exactly that."""
-        wanted = self._all_fetches()
-        if self._streamer.pending_keys() != [fetch.key for fetch in wanted]:
+        if self._streamer.pending_keys() != [fetch.key for fetch in self._wanted]:
             self._streamer.reset()
-            self._streamer.plan(wanted)
-
-    def _all_fetches(self) -> list[Fetch]:
-        streamed = (rows for rows, way in zip(self._fetches, self._strategies, strict=True) if way is Strategy.STREAM)
-        return [fetch for rows in streamed for fetches in rows for fetch in fetches.values()]
+            self._streamer.plan(self._wanted)
 
     def _fetches_of(self, row: StepRow, kv: LayerKV, rules: Rules) -> dict[range, Fetch]:
         """The units that have a page in host memory, the newest first."""
         if not kv.runs:
             return {}
         found = {}
+        firsts, stops = [run.first for run in kv.runs], [run.stop for run in kv.runs]
         for unit in units_of(row.start, row.start + row.num_tokens, rules):
-            pieces = [(max(run.first, unit.start), min(run.stop, unit.stop), run) for run in kv.runs]
-            held = [(lo, hi, run) for lo, hi, run in pieces if lo < hi]
+            within = kv.runs[bisect_right(stops, unit.start) : bisect_left(firsts, unit.stop)]
+            held = [(max(run.first, unit.start), min(run.stop, unit.stop), run) for run in within]
             if held:
                 key = (kv.name, kv.layer, kv.version, unit.start, unit.stop)
                 found[unit] = Fetch(
@@ -179,31 +179,21 @@ class Step:
         return found
 
 
-def _look_in_place(attention: Attention, kv: LayerKV, unit: range) -> Seen:
-    """Look at a unit whose pages are read where they are, on the host or on the device."""
-    pages = []
-    for number, plane in enumerate(kv.planes):
-        parts = []
-        at = unit.start
-        while at < unit.stop:
-            run = next((run for run in kv.runs if run.first <= at < run.stop), None)
-            if run is not None:
-                end = min(run.stop, unit.stop)
-                held = run.planes[number][at - run.first : end - run.first]
-                parts.append(held.view(plane.dtype).view(-1, *plane.shape[1:]))
-            else:
-                end = min((run.first for run in kv.runs if run.first > at), default=unit.stop)
-                end = min(end, unit.stop)
-                parts.append(plane.index_select(0, kv.page_table[at:end]))
-            at = end
-        pages.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-    return attention.look(unit, *as_kv(kv, pages))
+def _look_in_place(attention: Attention, kv: LayerKV, unit: range, fetch: Fetch) -> Seen:
+    """Look at a unit whose host pages are read where they are; without a copy if all of it lies there in one piece."""
+    pieces = [
+        [held.view(plane.dtype).view(-1, *plane.shape[1:]) for held, plane in zip(planes, kv.planes, strict=True)]
+        for _, planes in fetch.pieces
+    ]
+    if len(pieces) == 1 and len(fetch.pages[0]) == len(unit):
+        return attention.look(unit, *as_kv(kv, pieces[0]))
+    pages = [plane.new_empty(len(unit), *plane.shape[1:]) for plane in kv.planes]
+    for place, piece in zip(fetch.pages, pieces, strict=True):
+        for page, held in zip(pages, piece, strict=True):
+            page[place.start : place.stop] = held
+    return attention.look(unit, *as_kv(kv, completed_pages(kv, unit, pages, fetch.pages)))
 
 
 def _end_of(launched: Launched[Seen]) -> Seen:
     launched.wait()
     return launched.result()
-
-
-def _head_axis(rules: Rules) -> int:
-    return 2 if rules.order is PageOrder.NHD else 1

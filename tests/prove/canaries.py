@@ -65,11 +65,6 @@ def fly(canary: Canary) -> Flight:
     return Flight(canary, error, time.perf_counter() - begin_s)
 
 
-def elsewhere(canary: Canary, catcher: str) -> Canary:
-    """The same canary for another catcher."""
-    return attrs.evolve(canary, catcher=catcher)
-
-
 def _catch(name: str) -> BaseException | None:
     if name in WORLDS:
         found = explore(WORLDS[name]).found
