@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swapkv.bench.attention import Measured, Way
+from swapkv.bench.attention_selected import MOST
 
 _BAR_COLOR, _IDEAL_COLOR = "#4c78a8", "#e45756"
 
@@ -33,6 +34,29 @@ def print_measured(measured: Measured, console: Console) -> None:
     console.print(f"A streamed step waited {measured.stalled_s * 1e3:.1f} ms for its link.")
     for choice in measured.choices[:1]:
         console.print(f"The roofline's choice, from measured rates: {choice.why}.", highlight=False)
+    if measured.selected:
+        _print_selected(measured, console)
+
+
+def _print_selected(measured: Measured, console: Console) -> None:
+    weights = "; ".join(f"{data.value}: {share:.0%}" for data, share in measured.most_in.items())
+    console.print(
+        f"Pages selected by their key bounds, approximate: a share of all, the MB that cross the link, the exact weight seen, "
+        f"the relative error. Tokens that hold {MOST:.0%} of a head's weight: {weights}."
+    )
+    table = Table("keys", "pages", "ms a step", "of stream", "MB", "weight", "error")
+    table.columns[0].no_wrap = True
+    for row in measured.selected:
+        table.add_row(
+            row.selection.data.value,
+            f"{row.selection.share:.1%}",
+            f"{row.step_s * 1e3:.1f}",
+            f"{row.step_s / measured.step_s[Way.STREAM]:.2f}",
+            f"{row.bytes_over_link / 1e6:,.1f}",
+            f"{row.weight_seen:.1%}",
+            f"{row.relative_error:.3f}",
+        )
+    console.print(table)
 
 
 def draw_measured(measured: Measured, path: Path) -> None:
