@@ -2,19 +2,17 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from math import ceil, log
+from math import log
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swapkv.attention import LogBase, Partial, attend, empty, merge, write_pages
+from swapkv.attention import LogBase, Partial, attend, empty, merge
 from swapkv.errors import ProtocolError
 from swapkv.layout import PageOrder
-
-ERROR_MAX = 3e-6
-"""Bound on |out - float64 reference| with keys, values and queries drawn from N(0, 1), in float32."""
+from tests.kit.paged import ERROR_MAX, Paged, error, random_query
 
 
 @pytest.fixture(autouse=True)
@@ -24,77 +22,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class Paged:
-    """KV of one sequence, dense and in pages. All that belongs to no token is NaN."""
-
-    def __init__(
-        self,
-        tokens,
-        *,
-        num_kv_heads=2,
-        head_dim=64,
-        value_dim=None,
-        page_size=16,
-        order=PageOrder.NHD,
-        dtype=torch.float32,
-        seed=0,
-        placement=0,
-        spare=3,
-    ):
-        torch.manual_seed(seed)
-        self.order, self.tokens = order, tokens
-        self.dense_keys = torch.randn(tokens, num_kv_heads, head_dim).to(dtype)
-        self.dense_values = torch.randn(tokens, num_kv_heads, value_dim or head_dim).to(dtype)
-        pages = ceil(tokens / page_size)
-        torch.manual_seed(1000 + placement)
-        self.table = torch.randperm(pages + spare)[:pages]
-
-        def plane(dense):
-            heads, dim = dense.shape[1:]
-            shape = (page_size, heads, dim) if order is PageOrder.NHD else (heads, page_size, dim)
-            return torch.full((pages + spare, *shape), torch.nan, dtype=dtype)
-
-        self.keys, self.values = plane(self.dense_keys), plane(self.dense_values)
-
-    def write(self, start=0, stop=None):
-        stop = self.tokens if stop is None else stop
-        write_pages(self.keys, self.dense_keys[start:stop], self.table, start, self.order)
-        write_pages(self.values, self.dense_values[start:stop], self.table, start, self.order)
-        return self
-
-    def attend(self, query, start, **options):
-        return attend(query, self.keys, self.values, self.table, start, order=self.order, **options)
-
-    def reference(self, query, start, **options):
-        return dense_attention(query, self.dense_keys, self.dense_values, start, **options)
-
-
-def dense_attention(query, keys, values, start, *, window=None, scale=None, softcap=None):
-    """Attention in float64 over dense `[tokens, Hkv, D]`, by the definition."""
-    query, keys, values = query.double(), keys.double(), values.double()
-    group = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = torch.einsum("thd,shd->hts", query, keys) * (query.shape[2] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    position = start + torch.arange(len(query))[:, None]
-    key = torch.arange(len(keys))
-    hidden = key > position
-    if window is not None:
-        hidden |= key < position - window + 1
-    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
-
-
-def random_query(num_tokens, num_heads=4, head_dim=64, dtype=torch.float32, seed=7):
-    torch.manual_seed(seed)
-    return torch.randn(num_tokens, num_heads, head_dim).to(dtype)
-
-
-def error(out, reference):
-    assert torch.isfinite(out).all()
-    return (out.double() - reference).abs().max().item()
 
 
 @pytest.mark.parametrize("order", PageOrder)
@@ -221,97 +148,6 @@ def test_prefill_cut_anywhere_equals_dense():
     for lo, hi in pairwise(bounds):
         kv.write(lo, hi)
         assert error(kv.attend(query[lo:hi], lo), reference[lo:hi]) < ERROR_MAX
-
-
-def test_attend_pages_behind_the_window_may_be_absent():
-    kv = Paged(600).write()
-    query = random_query(2)
-    expected = kv.attend(query, 598, window=50)
-    first_seen = (598 - 49) // 16
-    kv.keys[kv.table[:first_seen]] = torch.nan
-    kv.table[:first_seen] = -1
-    assert torch.equal(kv.attend(query, 598, window=50), expected)
-    with pytest.raises(ProtocolError, match="logical page 33 "):
-        kv.attend(query, 598, window=60)
-
-
-def test_attend_absent_or_foreign_page_is_refused_by_number():
-    kv = Paged(100).write()
-    for bad in (-1, 10):
-        kv.table[3] = bad
-        with pytest.raises(ProtocolError, match=f"logical page 3 .* maps to {bad}"):
-            kv.attend(random_query(1), 99)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"start": -1}, "start=-1"),
-        ({"window": 0}, "window=0"),
-        ({"softcap": 0.0}, r"softcap=0\.0"),
-        ({"split_tokens": 24}, "split_tokens=24 .*page_size=16; try 32"),
-        ({"split_tokens": 0}, "split_tokens=0 .*try 16"),
-        ({"query": random_query(1, 3)}, "does not fit keys"),
-        ({"query": random_query(1, 4, 32)}, "does not fit keys"),
-        ({"start": 200}, "page_table has 7 pages, tokens up to 208 of 16 a page need 13"),
-    ],
-)
-def test_attend_numbers_that_do_not_fit_are_refused(options, message):
-    kv = Paged(100).write()
-    with pytest.raises(ProtocolError, match=message):
-        kv.attend(**{"query": random_query(1), "start": 99, **options})
-
-
-def test_attend_table_of_another_dtype_is_refused():
-    kv = Paged(100).write()
-    kv.table = kv.table.int()
-    with pytest.raises(ProtocolError, match="int64"):
-        kv.attend(random_query(1), 99)
-
-
-def test_attend_values_of_another_shape_are_refused():
-    kv = Paged(100).write()
-    kv.values = kv.values[1:]
-    with pytest.raises(ProtocolError, match="agree in all but the last"):
-        kv.attend(random_query(1), 99)
-
-
-def test_attend_no_query_gives_no_row():
-    kv = Paged(100, value_dim=32).write()
-    assert kv.attend(random_query(0), 99).shape == (0, 4, 32)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    start=st.integers(0, 70),
-    num_tokens=st.integers(0, 40),
-    page_size=st.sampled_from([1, 4, 16]),
-    order=st.sampled_from(PageOrder),
-)
-def test_write_pages_any_range_touches_these_tokens_only(start, num_tokens, page_size, order):
-    kv = Paged(110, head_dim=4, page_size=page_size, order=order)
-    new = torch.randn(num_tokens, 2, 4)
-    write_pages(kv.keys, new, kv.table, start, order)
-    by_token = kv.keys if order is PageOrder.NHD else kv.keys.transpose(1, 2)
-    dense = by_token[kv.table].flatten(0, 1)
-    assert torch.equal(dense[start : start + num_tokens], new)
-    assert int((~kv.keys.isnan()).sum()) == new.numel()
-
-
-def test_write_pages_absent_page_writes_nothing():
-    kv = Paged(100)
-    kv.table[2] = -1
-    with pytest.raises(ProtocolError, match="logical page 2 "):
-        kv.write()
-    assert kv.keys.isnan().all()
-
-
-def test_write_pages_shape_of_another_order_is_refused():
-    kv = Paged(100)
-    with pytest.raises(ProtocolError, match="does not fit a plane"):
-        write_pages(kv.keys, kv.dense_keys, kv.table, 0, PageOrder.HND)
-    with pytest.raises(ProtocolError, match="start=-1"):
-        write_pages(kv.keys, kv.dense_keys, kv.table, -1, PageOrder.NHD)
 
 
 def part_of(query, keys, values, dtype=torch.float32):

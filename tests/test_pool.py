@@ -1,38 +1,28 @@
 """The pool on the host device: what leaves comes back byte for byte, and every call keeps its promise."""
 
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 import torch
 
 from swapkv import (
-    ChecksumMismatch,
     ChunkState,
-    HostDevice,
     HostFull,
     HostTierFull,
     KVDtype,
-    KVEvicted,
     KVLayout,
-    NeverFits,
     PagesExhausted,
-    Pool,
-    PoolBroken,
     PoolClosed,
     PreemptOutcome,
-    ProtocolError,
     SequenceState,
     SwapConfig,
     TransferError,
-    UnknownSequence,
     Verify,
     WouldBlock,
-    open_pool,
 )
 from swapkv.streams.host import Operation, Work
+from tests.kit.small_pool import FaultyDevice, pool_of, small_layout
 from tests.kit.writing import Writer
 
 pytestmark = pytest.mark.anyio
@@ -41,47 +31,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def small_layout(page_size: int = 4, chunk_tokens: int = 8, windows: list[int | None] | None = None) -> KVLayout:
-    return KVLayout.dense(
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=8,
-        dtype=KVDtype.FLOAT32,
-        page_size=page_size,
-        chunk_tokens=chunk_tokens,
-        windows=windows,
-    )
-
-
-class FaultyDevice(HostDevice):
-    """A host device whose copies do what `fault` says before they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fault: Callable[[Operation], None] = lambda operation: None
-
-    def execute(self, operation: Operation) -> None:
-        self.fault(operation)
-        super().execute(operation)
-
-
-@asynccontextmanager
-async def pool_of(
-    layout: KVLayout | None = None,
-    pages: int = 16,
-    host_chunks: int = 16,
-    config: SwapConfig | None = None,
-    device: HostDevice | None = None,
-) -> AsyncIterator[Pool]:
-    layout = layout or small_layout()
-    largest = max(layout.chunk_bytes(g) for g in range(len(layout.groups)))  # type: ignore[arg-type]
-    async with open_pool(
-        layout, num_pages=pages, host_bytes=host_chunks * largest, config=config, device=device
-    ) as pool:
-        yield pool
-        pool._core.check()
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 8])
@@ -194,19 +143,6 @@ async def test_pool_truncated_and_rewritten_tokens_are_not_taken_for_clean() -> 
         await writer.check("a")
 
 
-async def test_pool_forward_that_raises_appends_nothing() -> None:
-    async with pool_of() as pool:
-        writer = Writer(pool)
-        pool.register("a", max_tokens=32)
-        await writer.append({"a": 5})
-        with pytest.raises(ZeroDivisionError):
-            async with pool.forward({"a": 9}) as forward:
-                await forward.run(lambda: 1 // 0)
-        assert pool.tokens("a") == 5
-        await writer.append({"a": 2})
-        await writer.check("a")
-
-
 async def test_pool_gated_forward_reads_layers_as_they_arrive() -> None:
     device = FaultyDevice()
     let_go = threading.Event()
@@ -270,53 +206,6 @@ async def test_pool_gated_forward_of_a_failing_restore_is_void() -> None:
         await writer.check("a")
 
 
-@pytest.mark.parametrize("way", [Work.GATHER, Work.SCATTER])
-async def test_pool_failed_copy_leaves_things_as_before(way: Work) -> None:
-    device = FaultyDevice()
-    async with pool_of(config=SwapConfig(segment_bytes=1), device=device) as pool:
-        writer = Writer(pool)
-        pool.register("a", max_tokens=32)
-        await writer.append({"a": 20})
-        if way is Work.SCATTER:
-            await pool.preempt("a")
-        before = pool.state("a")
-        countdown = iter([False, False, True])
-
-        def fail_third(operation: Operation) -> None:
-            if operation.work is way and next(countdown, False):
-                raise OSError("link down")
-
-        device.fault = fail_third
-        with pytest.raises(TransferError, match="failed"):
-            await (pool.preempt("a") if way is Work.GATHER else pool.resume("a"))
-        assert pool.state("a") is before
-        device.fault = lambda operation: None
-        if way is Work.GATHER:
-            await writer.check("a")
-            await pool.preempt("a")
-        await pool.resume("a")
-        await writer.check("a")
-
-
-async def test_pool_flipped_byte_in_the_host_tier_is_found() -> None:
-    async with pool_of(config=SwapConfig(verify=Verify.CRC32)) as pool:
-        writer = Writer(pool)
-        pool.register("a", max_tokens=32)
-        await writer.append({"a": 20})
-        await pool.preempt("a")
-        pool._transfers._arena._memory[100] ^= 1
-        with pytest.raises(ChecksumMismatch, match="recompute"):
-            await pool.resume("a")
-        assert pool.state("a") is SequenceState.OFFLOADED
-        pool.evict("a")
-        with pytest.raises(KVEvicted):
-            await pool.resume("a")
-        pool.reset("a")
-        writer.written["a"].clear()
-        await writer.append({"a": 20})
-        await writer.check("a")
-
-
 async def test_pool_host_tier_full_recomputes_or_refuses_as_configured() -> None:
     for host_full in HostFull:
         async with pool_of(host_chunks=2, config=SwapConfig(host_full=host_full)) as pool:
@@ -352,48 +241,6 @@ async def test_pool_host_tier_full_takes_the_spare_copies_of_resident_chunks_fir
         await writer.check("b")
 
 
-async def test_pool_cancelled_preempt_and_resume_leave_things_as_before() -> None:
-    device = FaultyDevice()
-    async with pool_of(config=SwapConfig(segment_bytes=1), device=device) as pool:
-        writer = Writer(pool)
-        pool.register("a", max_tokens=32)
-        await writer.append({"a": 20})
-        for work, call, before in (
-            (Work.GATHER, pool.preempt, SequenceState.GPU_RESIDENT),
-            (Work.SCATTER, pool.resume, SequenceState.OFFLOADED),
-        ):
-            started, let_go = threading.Event(), threading.Event()
-
-            def hold(
-                operation: Operation,
-                work: Work = work,
-                started: threading.Event = started,
-                let_go: threading.Event = let_go,
-            ) -> None:
-                if operation.work is work:
-                    started.set()
-                    let_go.wait(10)
-
-            device.fault = hold
-            scope = anyio.CancelScope()
-
-            async def cancelled(call: Callable[[str], object] = call, scope: anyio.CancelScope = scope) -> None:
-                with scope:
-                    await call("a")  # type: ignore[misc]
-
-            async with anyio.create_task_group() as group:
-                group.start_soon(cancelled)
-                await anyio.to_thread.run_sync(started.wait)
-                scope.cancel()
-                await anyio.wait_all_tasks_blocked()
-                let_go.set()
-            assert scope.cancelled_caught
-            assert pool.state("a") is before
-            device.fault = lambda operation: None
-            await call("a")
-        await writer.check("a")
-
-
 async def test_pool_forward_waits_for_pages_that_are_on_their_way() -> None:
     device = FaultyDevice()
     started, let_go = threading.Event(), threading.Event()
@@ -424,110 +271,6 @@ async def test_pool_forward_waits_for_pages_that_are_on_their_way() -> None:
         assert pool.state("a") is SequenceState.OFFLOADED
 
 
-async def test_pool_finish_while_copies_are_in_flight_waits_for_them() -> None:
-    device = FaultyDevice()
-    async with pool_of(config=SwapConfig(segment_bytes=1), device=device) as pool:
-        writer = Writer(pool)
-        for phase in (Work.GATHER, Work.SCATTER):
-            started, let_go = threading.Event(), threading.Event()
-            pool.register("a", max_tokens=32)
-            await writer.append({"a": 20})
-            if phase is Work.SCATTER:
-                await pool.preempt("a")
-
-            def hold(
-                operation: Operation,
-                phase: Work = phase,
-                started: threading.Event = started,
-                let_go: threading.Event = let_go,
-            ) -> None:
-                if operation.work is phase:
-                    started.set()
-                    let_go.wait(10)
-
-            device.fault = hold
-
-            async def move(
-                call: Callable[[str], object] = pool.preempt if phase is Work.GATHER else pool.resume,
-            ) -> None:
-                with pytest.raises(ProtocolError, match="finished while"):
-                    await call("a")  # type: ignore[misc]
-
-            async with anyio.create_task_group() as group:
-                group.start_soon(move)
-                await anyio.to_thread.run_sync(started.wait)
-                with pytest.raises(WouldBlock):
-                    pool.finish_nowait("a")
-                group.start_soon(pool.finish, "a")
-                await anyio.lowlevel.checkpoint()
-                let_go.set()
-            with pytest.raises(UnknownSequence):
-                pool.state("a")
-            device.fault = lambda operation: None
-            counts = pool.statistics().pages[0]
-            assert counts.free + counts.fenced == counts.total
-
-
-async def test_pool_nowait_twins_refuse_only_what_would_wait() -> None:
-    async with pool_of() as pool:
-        writer = Writer(pool)
-        pool.register("a", max_tokens=32)
-        with pool.forward_nowait({"a": 9}) as forward:
-            writer.write(forward, {"a": 9})
-        writer.written["a"] = ["a"] * 9
-        with pytest.raises(WouldBlock, match="await preempt"):
-            pool.preempt_nowait("a")
-        await pool.preempt("a")
-        with pytest.raises(WouldBlock, match="await resume"):
-            pool.resume_nowait("a")
-        await pool.resume("a")
-        assert pool.preempt_nowait("a") is PreemptOutcome.OFFLOADED
-        await pool.resume("a")
-        pool.resume_nowait("a")
-        await writer.check("a")
-        pool.finish_nowait("a")
-
-
-async def test_pool_bad_calls_name_the_value_and_the_remedy() -> None:
-    async with pool_of(pages=4) as pool:
-        with pytest.raises(NeverFits, match=r"needs 9 pages .* has 4"):
-            pool.register("big", max_tokens=33)
-        pool.register("a", max_tokens=8)
-        with pytest.raises(ProtocolError, match="registered already"):
-            pool.register("a", max_tokens=8)
-        with pytest.raises(ProtocolError, match="max_tokens=8"):
-            await Writer(pool).append({"a": 9})
-        with pytest.raises(ProtocolError, match="-1 tokens"):
-            await Writer(pool).append({"a": -1})
-        with pytest.raises(UnknownSequence, match="register it first"):
-            await pool.preempt("nobody")
-        with pytest.raises(UnknownSequence):
-            await pool.finish("nobody")
-        async with pool.forward({"a": 1}):
-            with pytest.raises(ProtocolError, match="end the forward"):
-                await pool.preempt("a")
-        with pytest.raises(ProtocolError, match="evict it before"):
-            pool.reset("a")
-
-
-async def test_pool_call_from_another_thread_is_refused() -> None:
-    async with pool_of() as pool:
-        with pytest.raises(ProtocolError, match="another thread"):
-            await anyio.to_thread.run_sync(lambda: pool.register("a", max_tokens=8))
-
-
-async def test_pool_closed_refuses_calls_and_leaves_no_threads() -> None:
-    threads = set(threading.enumerate())
-    async with pool_of() as pool:
-        pool.register("a", max_tokens=8)
-    await pool.close()
-    with pytest.raises(PoolClosed):
-        pool.register("b", max_tokens=8)
-    left = [t.name for t in threading.enumerate() if t not in threads and t.name.startswith("swapkv")]
-    assert not left
-    assert pool.statistics().sequences == {"REGISTERED": 1}
-
-
 async def test_pool_closed_under_a_waiting_call_ends_it() -> None:
     device = FaultyDevice()
     started, let_go = threading.Event(), threading.Event()
@@ -554,23 +297,6 @@ async def test_pool_closed_under_a_waiting_call_ends_it() -> None:
             await pool.close()
 
 
-async def test_pool_broken_core_fails_every_waiter_and_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pool_of() as pool:
-        writer = Writer(pool)
-        pool.register("a", max_tokens=8)
-        await writer.append({"a": 8})
-
-        def break_down(*_: object) -> None:
-            raise AssertionError("an invariant does not hold")
-
-        monkeypatch.setattr("swapkv.fsm.offload._now_clean", break_down)
-        with pytest.raises(PoolBroken, match="an invariant does not hold"):
-            await pool.preempt("a")
-        monkeypatch.undo()
-        with pytest.raises(PoolBroken):
-            await pool.resume("a")
-
-
 async def test_pool_hung_copy_is_given_up_and_its_pages_are_quarantined() -> None:
     device = FaultyDevice()
     let_go = threading.Event()
@@ -589,21 +315,6 @@ async def test_pool_hung_copy_is_given_up_and_its_pages_are_quarantined() -> Non
         await pool.resume("a")
         await writer.check("a")
         assert pool.statistics().pages[0].quarantined == 0
-
-
-async def test_pool_victims_prefer_the_one_that_costs_least() -> None:
-    async with pool_of() as pool:
-        writer = Writer(pool)
-        for name in ("dirty", "clean"):
-            pool.register(name, max_tokens=16)
-            await writer.append({name: 16})
-        await pool.preempt("clean")
-        await pool.resume("clean")
-        await pool.preempt("dirty")
-        await pool.resume("dirty")
-        await writer.append({"dirty": 0})
-        assert {victim.sequence for victim in pool.victims()} == {"dirty", "clean"}
-        assert all(victim.freed_bytes == 4 * pool.layout.page_bytes(0) for victim in pool.victims())  # type: ignore[arg-type]
 
 
 async def test_pool_windows_of_a_layout_with_other_planes_round_trip() -> None:
