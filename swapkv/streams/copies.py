@@ -31,9 +31,7 @@ def gather_blocks(blocks: Sequence[Block], verify: Verify) -> tuple[int, ...]:
     for block in blocks:
         gather_block(block)
         if verify is Verify.CRC32:
-            for host, before in zip(block.host, block.checksums, strict=True):
-                sealed = checksum([host[: block.sealed]], before)
-                checksums += (sealed, checksum([host[block.sealed :]], sealed))
+            checksums += hash_block(block)
     return tuple(checksums)
 
 
@@ -45,7 +43,7 @@ def scatter_blocks(blocks: Sequence[Block], verify: Verify) -> tuple[int, ...]:
     """
     for block in blocks:
         if verify is Verify.CRC32:
-            _verify(block)
+            verify_block(block)
         scatter_block(block)
     return ()
 
@@ -137,7 +135,17 @@ def _check_buffer(name: str, buffer: torch.Tensor, region: Region) -> None:
         raise ProtocolError(f"{name} buffer of layer {region.layer} has strides {buffer.stride()}: make it contiguous")
 
 
-def _verify(block: Block) -> None:
+def hash_block(block: Block) -> list[int]:
+    """Two checksums for each region of what a gather has brought to `host`, as `Block` says."""
+    checksums: list[int] = []
+    for host, before in zip(block.host, block.checksums, strict=True):
+        sealed = checksum([host[: block.sealed]], before)
+        checksums += (sealed, checksum([host[block.sealed :]], sealed))
+    return checksums
+
+
+def verify_block(block: Block) -> None:
+    """Raises `ChecksumMismatch` unless the guarded bytes of every region hash to its checksum."""
     for region, guarded, wanted in zip(block.regions, block.guarded, block.checksums, strict=True):
         found = checksum([guarded])
         if found != wanted:

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from swapkv.errors import DrainTimeout, ProtocolError, TransferError
+from swapkv.errors import ProtocolError, SwapError, TransferError
 
 T = TypeVar("T")
 
@@ -18,14 +18,14 @@ class Timeline:
     def __init__(self) -> None:
         self.over = 0
         self.worker: int | None = None
-        self._abandoned: DrainTimeout | None = None
+        self._abandoned: SwapError | None = None
         self._changed = threading.Condition(threading.Lock())
 
     def settled(self, number: int) -> bool:
         """Whether work `number` is over or abandoned."""
         return self.over >= number or self._abandoned is not None
 
-    def failure(self, number: int) -> DrainTimeout | None:
+    def failure(self, number: int) -> SwapError | None:
         """Why work `number` never ends, if it was abandoned."""
         return None if self.over >= number else self._abandoned
 
@@ -52,7 +52,7 @@ class Timeline:
                 self._changed.notify_all()
             return self._abandoned is None
 
-    def abandon(self, error: DrainTimeout) -> None:
+    def abandon(self, error: SwapError) -> None:
         """Let all that is not over fail with `error`, for good."""
         with self._changed:
             self._abandoned = error

@@ -1,0 +1,121 @@
+"""Which way of copying scattered pages is the fastest: measured on the device at the start, for runs of several sizes."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import product
+
+import attrs
+import numpy as np
+
+from swapkv.errors import BudgetExhausted, TransferError
+from swapkv.streams.cuda_copies import Copies, Direction, Runs, Staging, Way
+from swapkv.streams.cuda_driver import CudaContext, DeviceMemory, cu
+
+RUN_BYTES = (4 << 10, 32 << 10, 256 << 10)
+"""Sizes of the runs that are measured."""
+
+PROBE_BYTES = 8 << 20
+"""What one measurement moves."""
+
+REPEATS = 3
+
+
+@attrs.frozen
+class CopyRate:
+    """What one way reached for scattered runs of `run_bytes`, the best of a few tries."""
+
+    way: Way
+    direction: Direction
+    run_bytes: int
+    bytes_per_s: float
+
+
+@attrs.frozen
+class Preference:
+    """Which way to take. `rates`: what was measured; `fixed`: the way if it was named."""
+
+    rates: tuple[CopyRate, ...] = ()
+    fixed: Way = Way.SINGLE
+
+    @classmethod
+    def of(cls, way: Way) -> "Preference":
+        """The same way always."""
+        return cls(fixed=way)
+
+    def choose(self, direction: Direction, runs: Runs) -> Way:
+        """The way that was the fastest for runs of about the size that these have on average."""
+        if not self.rates or not len(runs):
+            return self.fixed
+        return self.best(direction, runs.num_bytes // len(runs)).way
+
+    def best(self, direction: Direction, run_bytes: int) -> CopyRate:
+        """The best rate that was measured with runs of the size nearest to `run_bytes`, by ratio."""
+        mine = [rate for rate in self.rates if rate.direction is direction]
+        nearest = min({rate.run_bytes for rate in mine}, key=lambda size: abs(np.log(size / max(1, run_bytes))))
+        return max((rate for rate in mine if rate.run_bytes == nearest), key=lambda rate: rate.bytes_per_s)
+
+
+def probe(
+    context: CudaContext, copies: Copies, *, clock: Callable[[], int] = time.perf_counter_ns
+) -> Preference:  # fmt: skip
+    """Measure every way in both directions; a device without the memory for it gets the likely best way.
+
+    Every second run of device memory is moved, to and from consecutive host memory, as scattered pages are.
+    """
+    try:
+        with context, _Bench(context, copies, clock) as bench:
+            rates = [
+                CopyRate(way, direction, size, bench.bytes_per_s(way, direction, size))
+                for way, direction, size in product(copies.ways, Direction, RUN_BYTES)
+            ]
+    except (BudgetExhausted, TransferError):
+        return Preference.of(copies.ways[0])
+    return Preference(tuple(rates), copies.ways[0])
+
+
+class _Bench:
+    """Memory on both sides and a stream, for the time of a probe. The context is current."""
+
+    def __init__(self, context: CudaContext, copies: Copies, clock: Callable[[], int]) -> None:
+        self._context = context
+        self._copies = copies
+        self._clock = clock
+
+    def __enter__(self) -> "_Bench":
+        self._near = DeviceMemory(self._context, 2 * PROBE_BYTES)
+        self._staging = Staging(self._context)
+        self._stream = int(self._context.call(cu.cuStreamCreate, 1))
+        self._far = self._context.call(cu.cuMemHostAlloc, PROBE_BYTES, 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(TransferError):
+            self._context.call(cu.cuStreamSynchronize, self._stream)
+            self._context.call(cu.cuStreamDestroy, self._stream)
+            self._context.call(cu.cuMemFreeHost, self._far)
+
+    def bytes_per_s(self, way: Way, direction: Direction, run_bytes: int) -> float:
+        """The best of a few tries, after one that does not count."""
+        runs = self._runs(run_bytes)
+        taken_ns = [self._take(way, direction, runs) for _ in range(1 + REPEATS)][1:]
+        return runs.num_bytes * 1e9 / max(1, min(taken_ns))
+
+    def _take(self, way: Way, direction: Direction, runs: Runs) -> int:
+        begin_ns = self._clock()
+        self._copies.move(direction, way, runs, self._stream, self._staging)
+        self._context.call(cu.cuStreamSynchronize, self._stream)
+        return self._clock() - begin_ns
+
+    def _runs(self, run_bytes: int) -> Runs:
+        at = np.arange(PROBE_BYTES // run_bytes, dtype=np.uint64) * np.uint64(run_bytes)
+        sizes = np.full(len(at), run_bytes, dtype=np.uint64)
+        return Runs(np.uint64(self._near.address) + np.uint64(2) * at, np.uint64(int(self._far)) + at, sizes)
+
+
+def describe(rates: Sequence[CopyRate]) -> str:
+    """A line for each measurement, such as `batch in 32768 B: 41.0 GB/s`."""
+    return "\n".join(
+        f"{rate.way.value} {rate.direction.value} {rate.run_bytes} B: {rate.bytes_per_s / 1e9:.1f} GB/s"
+        for rate in rates
+    )
