@@ -153,7 +153,9 @@ class BasePool(ABC):
                 raise refused.cause
             if not any(isinstance(c, commands.StepGranted) and c.step == step for c in answer):
                 self._tell(events.CancelStep(step))
-                raise WouldBlock(f"pages for a forward over {list(appends)} are on their way: wait for them")
+                raise WouldBlock(
+                    f"pages for a forward over {list(appends)}, or link tokens if it streams, are on their way: wait for them"
+                )
         except BaseException:
             self._executor.forget_forward(step)
             raise

@@ -161,9 +161,13 @@ class Driver:
         self._touch(parked.sequence)
         self.waiters.end("park", parked.sequence, parked.outcome)
 
+    def _spilled(self, spilled: commands.Spilled) -> None:
+        self._touch(spilled.sequence)
+        self.waiters.end("park", spilled.sequence)
+
     def _park_undone(self, undone: commands.ParkUndone) -> None:
         self._touch(undone.sequence)
-        self.waiters.end("park", undone.sequence, error=undone.cause or _cancelled("preempt", undone.sequence))
+        self.waiters.end("park", undone.sequence, error=undone.cause or _cancelled("offload", undone.sequence))
 
     def _pages_ready(self, ready: commands.PagesReady) -> None:
         self.waiters.end("pages", ready.sequence)
@@ -236,6 +240,7 @@ _NEWS: dict[type, Any] = {
     commands.StepGranted: Driver._granted,
     commands.StepRefused: Driver._refused,
     commands.Parked: Driver._parked,
+    commands.Spilled: Driver._spilled,
     commands.ParkUndone: Driver._park_undone,
     commands.PagesReady: Driver._pages_ready,
     commands.LayerReady: Driver._layer_ready,

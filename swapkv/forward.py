@@ -1,13 +1,15 @@
 """A forward pass as its caller sees it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
+from swapkv.attention.residency import HostRun, LayerKV
 from swapkv.errors import ProtocolError
 from swapkv.fsm.core import SwapCore
-from swapkv.ids import GroupId, SeqId
+from swapkv.fsm.queries import host_pages
+from swapkv.ids import GroupId, LayerId, SeqId
 from swapkv.streams.base import ComputeStream, Launched, Stream
 from swapkv.transfers import Transfers
 
@@ -29,10 +31,35 @@ class Forward:
     def page_tables(self, name: str) -> tuple[torch.Tensor, ...]:
         """For each layer group the rows of the sequence's pages in the planes of the pool's `memory`, in order.
 
-        int64 `[pages]`, the pages of the tokens to come included; -1 for a page behind the group's window. Copies.
+        int64 `[pages]`, the pages of the tokens to come included; -1 for a page behind the group's window, and for one
+        of a spilled sequence that stands in the host tier (see `layer_kv`). Copies.
         """
         tables = self._core.sequence(SeqId(name)).tables
         return tuple(self._transfers.rows(GroupId(g), table.pages) for g, table in enumerate(tables))
+
+    def layer_kv(
+        self, name: str, layer: int, planes: Sequence[torch.Tensor], *, value_dim: int | None = None
+    ) -> LayerKV:
+        """Where the KV of one layer of a sequence lies, for `swapkv.attention`: on the device and in the host tier.
+
+        `planes`: that layer's of the pool's `memory`, as keys and values `[pages, …]` (or one latent plane, see
+        `LayerKV`). Valid until the end of the forward: until then nobody writes to those pages or host copies.
+        """
+        core, group = self._core, GroupId(self._core.layout.group_of_layer[layer])
+        found = host_pages(core, SeqId(name), group)
+        runs = [
+            HostRun(first=at.first, planes=tuple(self._transfers.host_pages(at.slot, LayerId(layer), at.count)))
+            for at in found
+        ]
+        return LayerKV(
+            name=name,
+            layer=layer,
+            version=tuple(at.version for at in found),
+            planes=tuple(planes),
+            page_table=self._transfers.rows(group, core.sequence(SeqId(name)).tables[group].pages),
+            runs=tuple(runs),
+            value_dim=value_dim,
+        )
 
     def launch(self, function: Callable[[], T]) -> Launched[T]:
         """Run a callable on the stream's own thread, in its order, without waiting for it.

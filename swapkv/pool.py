@@ -129,25 +129,43 @@ class Pool(BasePool):
         answer = self._tell(events.Preempt(SeqId(name)))
         return next(command.outcome for command in answer if isinstance(command, commands.Parked))
 
-    def restoring(self, name: str, *, priority: int | None = None) -> Restoring:
+    async def spill(self, name: str, *, tokens: int | None = None) -> None:
+        """Let the sequence run on while its first `tokens` tokens (None: all), as far as they fill chunks, leave the device.
+
+        Its forwards read them in the host tier: see `Forward.layer_kv`. Layers with a window keep theirs, and pages that
+        other sequences share and need stay. `resume` brings the tokens back. Returns when their pages are free.
+        Raises `HostTierFull`, or `TransferError` if a copy failed. Then, and when cancelled, nothing has changed.
+        """
+        waiter = self._ask("park", events.Spill(SeqId(name), tokens))
+        await waiter.settle(lambda: self._tell(events.CancelPreempt(SeqId(name))))
+
+    def spill_nowait(self, name: str, *, tokens: int | None = None) -> None:
+        """Like `spill`. Raises `WouldBlock` if anything would have to be copied."""
+        if queries.spill_moves_bytes(self._core, SeqId(name), tokens):
+            raise WouldBlock(f"sequence {name!r} has chunks without a clean copy: use `await spill`")
+        self._tell(events.Spill(SeqId(name), tokens))
+
+    def restoring(self, name: str, *, priority: int | None = None, spilled: int = 0) -> Restoring:
         """Bring the sequence back, layer by layer: `async with pool.restoring(name) as coming:`. See `Restoring`.
 
         Waits for its turn, for pages and for the restore budget; lower `priority` goes first (None: as registered).
+        `spilled`: the first tokens, as far as they fill chunks, stay in the host tier as after a `spill`.
         Raises `KVEvicted` if there is nothing to restore, `TransferError` (`ChecksumMismatch`) if a copy failed. Then,
-        and when cancelled, the sequence is off the device as before.
+        and when cancelled, the sequence is off the device (or spilled) as before. A spilled sequence may take part in
+        forwards meanwhile: what has come is read on the device, the rest in the host tier.
         """
-        return Restoring(self._driver, self._device, SeqId(name), priority)
+        return Restoring(self._driver, self._device, events.BeginRestore(SeqId(name), priority, spilled))
 
-    async def resume(self, name: str, *, priority: int | None = None) -> None:
-        """Bring the sequence back and return when all of it is on the device. See `restoring`."""
-        async with self.restoring(name, priority=priority):
+    async def resume(self, name: str, *, priority: int | None = None, spilled: int = 0) -> None:
+        """Bring the sequence back and return when all of it (but for `spilled`) is on the device. See `restoring`."""
+        async with self.restoring(name, priority=priority, spilled=spilled):
             pass
 
-    def resume_nowait(self, name: str) -> None:
+    def resume_nowait(self, name: str, *, spilled: int = 0) -> None:
         """Like `resume`. Raises `WouldBlock` if anything would have to be copied."""
-        if queries.restore_moves_bytes(self._core, SeqId(name)):
+        if queries.restore_moves_bytes(self._core, SeqId(name), spilled):
             raise WouldBlock(f"sequence {name!r} has chunks off the device: use `await resume`")
-        self._tell(events.BeginRestore(SeqId(name)))
+        self._tell(events.BeginRestore(SeqId(name), None, spilled))
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Take no more calls, end what waits with `PoolClosed`, let copies in flight end, stop all threads. Idempotent.
@@ -174,7 +192,7 @@ class Pool(BasePool):
                 "and may still touch the pool's memory: find out what hangs, then end the process"
             )
 
-    def _ask(self, news: str, event: events.Preempt | events.Finish) -> Waiter:
+    def _ask(self, news: str, event: events.Preempt | events.Spill | events.Finish) -> Waiter:
         """Put a wish to the core, and be told when its `news` comes."""
         waiter = self._driver.waiters.add(news, event.sequence)
         try:

@@ -12,7 +12,7 @@ from swapkv.driver import Driver
 from swapkv.errors import ProtocolError, SwapError, TransferError
 from swapkv.forward import Forward
 from swapkv.fsm import events
-from swapkv.ids import LayerId, SeqId
+from swapkv.ids import LayerId
 from swapkv.streams.base import Device, Event, Promise, Stream
 from swapkv.transfers import Transfers
 from swapkv.waiters import Waiter
@@ -48,11 +48,11 @@ class Restoring:
     leaving the block raises the cause.
     """
 
-    def __init__(self, driver: Driver, device: Device, name: SeqId, priority: int | None) -> None:
+    def __init__(self, driver: Driver, device: Device, begin: events.BeginRestore) -> None:
         self._driver = driver
         self._device = device
-        self._name = name
-        self._priority = priority
+        self._begin = begin
+        self._name = begin.sequence
         self._landed = 0
         self._error: BaseException | None = None
         self._promises: dict[int, Promise] = {}
@@ -111,7 +111,7 @@ class Restoring:
         pages, self._whole = waiters.add("pages", self._name), waiters.add("restore", self._name)
         driver.restores.setdefault(self._name, self)
         try:
-            driver.tell(events.BeginRestore(self._name, self._priority))
+            driver.tell(self._begin)
         except BaseException:
             waiters.drop(pages)
             waiters.drop(self._whole)

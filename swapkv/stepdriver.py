@@ -16,6 +16,7 @@ News: TypeAlias = (
     commands.StepGranted
     | commands.StepRefused
     | commands.Parked
+    | commands.Spilled
     | commands.ParkUndone
     | commands.PagesReady
     | commands.LayerReady

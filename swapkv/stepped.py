@@ -28,7 +28,7 @@ CLOSE_TIMEOUT_S = 10.0
 class SteppedPool(BasePool):
     """The pool of an engine that steps. Made by `open_stepped_pool`. See `BasePool` for what every pool offers.
 
-    `preempt`, `restore`, `finish` and their cancellations begin something and return; its end is in the answer of a
+    `preempt`, `spill`, `restore`, `finish` and their cancellations begin something and return; its end is in the answer of a
     later `poll` (or the next one, if there was nothing to copy). All calls belong on one thread. Each raises what its
     async twin in `Pool` raises at once; a copy that fails later is news with a `cause`.
     """
@@ -60,16 +60,25 @@ class SteppedPool(BasePool):
         """Begin to take the sequence off the device. News: `Parked`, or `ParkUndone` with the cause."""
         self._tell(events.Preempt(SeqId(name)))
 
+    def spill(self, name: str, *, tokens: int | None = None) -> None:
+        """Begin to take the first `tokens` tokens off the device, for a sequence that runs on; see `Pool.spill`.
+
+        News: `Spilled`, or `ParkUndone` with the cause; `cancel_preempt` undoes it.
+        """
+        self._tell(events.Spill(SeqId(name), tokens))
+
     def cancel_preempt(self, name: str) -> None:
-        """Undo a preempt that is under way, if there is one. News: `ParkUndone`, once its copies have ended."""
+        """Undo a preempt or a spill that is under way, if there is one. News: `ParkUndone`, once its copies have ended."""
         self._tell(events.CancelPreempt(SeqId(name)))
 
-    def restore(self, name: str, *, priority: int | None = None) -> None:
-        """Begin to bring the sequence back. News: `PagesReady`, `LayerReady` for each layer, `Restored`.
+    def restore(self, name: str, *, priority: int | None = None, spilled: int = 0) -> None:
+        """Begin to bring the sequence back, but for its first `spilled` tokens as far as they fill chunks.
+
+        News: `PagesReady`, `LayerReady` for each layer, `Restored`.
 
         If it fails: `LayersLost` at once, and `RestoreUndone` with the cause once its copies have ended.
         """
-        self._tell(events.BeginRestore(SeqId(name), priority))
+        self._tell(events.BeginRestore(SeqId(name), priority, spilled))
 
     def cancel_restore(self, name: str) -> None:
         """Undo a restore that is under way, if there is one. News: `LayersLost`, then `RestoreUndone`."""

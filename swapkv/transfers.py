@@ -8,7 +8,7 @@ import torch
 from swapkv.config import Verify
 from swapkv.executor import Submitted
 from swapkv.fsm.commands import ClonePages, Copy, CopyItem
-from swapkv.ids import GroupId, Lane, PhysicalPages
+from swapkv.ids import GroupId, HostOffset, Lane, LayerId, PhysicalPages
 from swapkv.layout import KVLayout
 from swapkv.streams.base import Block, Device, Event, Region, Stream
 from swapkv.streams.memory import PagedMemory
@@ -57,6 +57,10 @@ class Transfers:
         base = self._bases[group]
         rows = torch.from_numpy(pages.copy() if base == 0 else pages - base)
         return rows if base == 0 else rows.clamp_(min=-1)
+
+    def host_pages(self, slot: HostOffset, layer: LayerId, count: int) -> list[torch.Tensor]:
+        """The first `count` pages of `layer` in a host slot, by plane: uint8 `[count, page_bytes]`. Views."""
+        return self._arena.pages(slot, layer, 0, count)
 
     def _blocks(self, copy: Copy, item: CopyItem) -> Iterator[Block]:
         """One block a layer; the item's checksums are by plane, in the same order."""

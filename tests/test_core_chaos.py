@@ -23,6 +23,7 @@ LONG_WINDOW = KVLayout.dense(num_layers=2, num_kv_heads=1, head_dim=4, page_size
 FORKS = {"fork": 8, "truncate": 3, "register": 1, "finish": 1.5}
 STAY = {"finish": 0.05, "evict": 0, "cancel": 0.1, "anything": 0.1, "truncate": 0.1}
 RUSH = {"rush": 10, "grow": 12, "restore": 0, "preempt": 12, "end_step": 14, **STAY}
+SPILL = {"spill": 10, "restore_in_part": 6, "begin_step": 14, "end_step": 16, "finish": 0.4, "evict": 0.1}
 FAST_AGING = SwapConfig(segment_bytes=1, aging_ns=1_000_000)
 SHORT_DEADLINE = SwapConfig(segment_bytes=1, copy_deadline_ns=100_000_000)
 
@@ -62,6 +63,28 @@ BIASED_CASES: dict[str, dict[str, Any]] = {
         "pages": [10],
         "config": SwapConfig(segment_bytes=1, copy_deadline_ns=100_000_000, ops_per_lane=1),
         "hangs": 0.05,
+    },
+    "spills": {"layout": PLAIN, "pages": [10], "config": SwapConfig(segment_bytes=1), "bias": SPILL},
+    "spills, scarce host": {"layout": PLAIN, "pages": [8], "host_chunks": 5, "config": SwapConfig(), "bias": SPILL},
+    "spills, windowed": {
+        "layout": WINDOWED,
+        "pages": [12, 12],
+        "config": SwapConfig(segment_bytes=64),
+        "bias": {**SPILL, "fork": 3},
+    },
+    "spills of forks": {
+        "layout": ONE_PAGE_CHUNKS,
+        "pages": [10],
+        "host_chunks": 12,
+        "config": SwapConfig(segment_bytes=1),
+        "bias": {**SPILL, "fork": 8, "truncate": 3},
+    },
+    "spills that hang": {"layout": PLAIN, "pages": [9], "config": SHORT_DEADLINE, "bias": SPILL, "hangs": 0.05},
+    "spills, slow link": {
+        "layout": PLAIN,
+        "pages": [8],
+        "config": SwapConfig(restore_bytes_per_s=4000, offload_bytes_per_s=8000, segment_bytes=1),
+        "bias": {**SPILL, "pass_time": 8},
     },
     "bucket and small in-flight cap": {
         "layout": PLAIN,

@@ -140,7 +140,7 @@ def test_preempt_of_a_sequence_in_a_forward_is_refused() -> None:
 
 
 def test_preempt_that_ignores_the_pin_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_refuse_if_busy", lambda sequence: None)
+    monkeypatch.setattr(offload, "refuse_if_busy", lambda sequence: None)
     with pytest.raises(AssertionError):
         preempt_of_a_pinned_sequence()
 

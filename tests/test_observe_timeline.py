@@ -116,7 +116,7 @@ def test_timeline_paints_states_and_links_in_the_palette(tmp_path: Path) -> None
     path = tmp_path / "run.svg"
     draw_timeline(records(), path, title="t")
     svg = path.read_text("utf-8").upper()
-    used = [color for state, color in STATE_COLORS.items() if state not in ("GPU_READY", "EVICTED")]
+    used = [color for state, color in STATE_COLORS.items() if state not in ("GPU_READY", "EVICTED", "SPILLED")]
     assert all(color in svg for color in [*used, *LINK_COLORS.values()])
     assert STATE_COLORS["GPU_READY"] not in svg
 

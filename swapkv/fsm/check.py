@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from swapkv.fsm import spill
 from swapkv.fsm.records import NO_PAGE, Chunk, Goal, Sequence
-from swapkv.fsm.restore import in_order
-from swapkv.fsm.transitions import ON_DEVICE, ChunkState
-from swapkv.ids import GroupId, Lane
+from swapkv.fsm.transitions import ON_DEVICE, SETTLED, ChunkState
+from swapkv.fsm.turns import in_order
+from swapkv.ids import ChunkId, GroupId, Lane
 
 if TYPE_CHECKING:
     from swapkv.fsm.core import SwapCore
@@ -64,9 +66,8 @@ def _check_sequence(core: SwapCore, sequence: Sequence) -> None:
     assert all(sequence.id in chunk.refs for chunk in sequence.live_chunks())
     assert (sequence.offload is not None) == (sequence.goal is Goal.PARKING) == (sequence.id in core.offloads)
     assert (sequence.restore is not None) == (sequence.goal is Goal.RESTORING) == (sequence.id in core.restores)
-    if sequence.goal is Goal.ACTIVE:
-        assert states <= {ChunkState.GPU_RESIDENT, ChunkState.GPU_READY}, (sequence.id, states)
-        assert sequence.fresh or ChunkState.GPU_READY not in states or _shared(sequence)
+    if sequence.goal is Goal.ACTIVE or sequence.spilled:
+        _check_running(core, sequence)
         _check_tables(core, sequence)
     elif sequence.step is None:
         assert sequence.goal is Goal.PARKING or not any(len(t) for t in sequence.tables), "a table of absent pages"
@@ -82,12 +83,24 @@ def _check_sequence(core: SwapCore, sequence: Sequence) -> None:
             assert len(sequence.chunks[group]) >= -(-sequence.tokens // core.layout.chunk_tokens)
 
 
+def _check_running(core: SwapCore, sequence: Sequence) -> None:
+    """What the sequence's forwards read is on the device, but for spilled chunks: those have a clean copy at least."""
+    assert sequence.goal in (Goal.ACTIVE, Goal.PARKING, Goal.RESTORING)
+    for chunk in sequence.live_chunks():
+        if not spill.stays(core, chunk, sequence.spilled):
+            assert chunk.clean or not spill.absent(chunk), f"chunk {chunk.id} is nowhere to be read"
+        elif sequence.goal is not Goal.PARKING and not sequence.finishing:
+            assert chunk.state in SETTLED, (sequence.id, chunk.id, chunk.state)
+            ready = chunk.state is ChunkState.GPU_READY
+            assert not ready or sequence.fresh or sequence.spilled or _shared(sequence)
+
+
 def _check_tables(core: SwapCore, sequence: Sequence) -> None:
     """The page tables are what the chunks own, in order."""
     for group in core.groups():
         expected = np.full(len(sequence.tables[group]), NO_PAGE, dtype=np.int64)
         for chunk in sequence.chunks[group]:
-            if chunk is not None:
+            if chunk is not None and not spill.absent(chunk):
                 first = chunk.index * core.layout.chunk_pages + chunk.first_live
                 expected[first : first + chunk.num_live] = chunk.live_pages()[: max(0, len(expected) - first)]
         assert (expected == sequence.tables[group].pages).all(), f"the page table of {sequence.id!r} is not its chunks'"
@@ -124,8 +137,17 @@ def _check_ops(core: SwapCore) -> None:
 
 
 def _check_steps(core: SwapCore) -> None:
+    _check_readers(core)
     pinned = {name: step.id for step in core.steps.values() if step.granted for name in step.appends}
     assert pinned == {s.id: s.step for s in core.sequences.values() if s.step is not None}, "a pin without a forward"
+
+
+def _check_readers(core: SwapCore) -> None:
+    """Every host copy that a forward reads is pinned by it, and nothing else is."""
+    readers: Counter[ChunkId] = Counter(chunk.id for step in core.steps.values() for chunk in step.streamed)
+    for chunk in core.chunks.values():
+        assert chunk.copy.readers == readers[chunk.id], f"chunk {chunk.id} has other readers than it says"
+        assert not chunk.copy.readers or chunk.clean, f"a forward reads a stale copy of chunk {chunk.id}"
 
 
 def _check_head(core: SwapCore) -> None:
@@ -133,7 +155,7 @@ def _check_head(core: SwapCore) -> None:
     if core.waiting_steps:
         return
     for sequence in in_order(core):
-        if sequence.restore is not None and sequence.restore.waiting and core.wants_device(sequence):
+        if sequence.restore is not None and sequence.restore.waiting and sequence.restore.goes_on:
             needed = [0] * len(core.layout.groups)
             for chunk in sequence.restore.waiting:
                 needed[chunk.group] += core.layout.pages_for(chunk.tokens) - chunk.first_live

@@ -102,8 +102,15 @@ class Parked:
 
 
 @attrs.frozen
+class Spilled:
+    """The chunks that were to leave are off the device, and the sequence runs on without them there."""
+
+    sequence: SeqId
+
+
+@attrs.frozen
 class ParkUndone:
-    """The preempt was cancelled (`cause` None) or failed; the sequence is on the device as before."""
+    """The preempt or spill was cancelled (`cause` None) or failed; the sequence is on the device as before."""
 
     sequence: SeqId
     cause: Exception | None
@@ -172,6 +179,7 @@ Command: TypeAlias = (
     | StepGranted
     | StepRefused
     | Parked
+    | Spilled
     | ParkUndone
     | LayerReady
     | PagesReady

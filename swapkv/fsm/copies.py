@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from swapkv.config import RestoreOrder, Verify
-from swapkv.fsm import edit, events, hangs, offload, restore
+from swapkv.fsm import edit, events, hangs, offload, restore, steps, turns
 from swapkv.fsm.commands import Copy, CopyItem
 from swapkv.fsm.ledger import latest
-from swapkv.fsm.records import Chunk, Goal, Op, Restore, Segment, Sequence
+from swapkv.fsm.records import Chunk, Op, Restore, Segment, Sequence
 from swapkv.ids import ChunkId, Fence, GroupId, Lane, LayerId
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _pump_in(core: SwapCore) -> None:
     That forward holds the compute lane up; a copy of another restore may wait for a page that work behind the forward
     still reads. Were that copy first in its lane, both would wait for ever.
     """
-    for sequence in restore.in_order(core):
+    for sequence in turns.in_order(core):
         work = sequence.restore
         while work is not None and work.segments and _within_cap(core, work):
             if not _may_submit(core, Lane.IN, work.segments[0]):
@@ -144,6 +144,9 @@ def next_wake(core: SwapCore) -> int | None:
     """When the next thing happens by time alone; None: never."""
     deadlines = (hangs.deadline_ns(core, lane) for lane in (Lane.OUT, Lane.IN))
     times = [deadline for deadline in deadlines if deadline is not None]
+    streaming_ns = steps.link_ready_ns(core)
+    if streaming_ns is not None:
+        times.append(streaming_ns)
     for lane, segment in ((Lane.OUT, _next_out(core)), (Lane.IN, _next_in(core))):
         if segment is not None and core.inflight[lane] < core.config.ops_per_lane:
             ready = core.buckets[lane].ready_ns(segment.num_bytes, core.now_ns)
@@ -320,7 +323,7 @@ def give_up(core: SwapCore, op: Op, cause: Exception) -> None:
             continue
         if op.lane is Lane.OUT and sequence.id == op.sequence:
             offload.undo(core, sequence, cause)
-        if op.lane is Lane.IN and sequence.goal is Goal.RESTORING and sequence.restore is not None:
+        if op.lane is Lane.IN and any(restore.counts_on(core, sequence, chunk) for chunk in op.chunks):
             restore.undo(core, sequence, cause)
 
 
@@ -343,7 +346,7 @@ def _next_out(core: SwapCore) -> Segment | None:
 
 def _next_in(core: SwapCore) -> Segment | None:
     """The segment that the pump stopped at."""
-    works = (s.restore for s in restore.in_order(core))
+    works = (s.restore for s in turns.in_order(core))
     for work in (w for w in works if w is not None and w.segments):
         if _within_cap(core, work):
             return work.segments[0]

@@ -2,8 +2,8 @@
 
 `SwapCore.handle(event, now_ns) -> list[Command]`. The three drivers run this same class. The rules of each concern are
 functions in the files beside it: `steps` (forward passes), `offload`, `restore`, `copies` (segments and their ends),
-`hangs` (copies that do not end), `edit` (fork, truncate, finish). They move chunks by `SwapCore.move` only, along the
-table of `transitions`.
+`turns` (whose restore gets pages), `spill` (running with KV in the host tier), `hangs` (copies that do not end),
+`edit` (fork, truncate, finish). They move chunks by `SwapCore.move` only, along the table of `transitions`.
 """
 
 from collections import Counter, deque
@@ -15,13 +15,13 @@ from swapkv.budget.bucket import TokenBucket
 from swapkv.budget.extents import Extents
 from swapkv.config import SECOND_NS, SwapConfig
 from swapkv.errors import IllegalTransition, ProtocolError, SwapError, UnknownSequence
-from swapkv.fsm import copies, edit, events, hangs, offload, restore, steps
+from swapkv.fsm import copies, edit, events, hangs, offload, restore, spill, steps, turns
 from swapkv.fsm.commands import Command, WakeAt
 from swapkv.fsm.fences import FenceClock
 from swapkv.fsm.ledger import PageLedger
 from swapkv.fsm.records import NO_PAGE, Chunk, Goal, Op, Step, no_pages
 from swapkv.fsm.records import Sequence as SequenceRecord
-from swapkv.fsm.transitions import ON_DEVICE, ChunkEvent, ChunkState, step
+from swapkv.fsm.transitions import ChunkEvent, ChunkState, step
 from swapkv.ids import ChunkId, Fence, GroupId, HostOffset, Lane, OpId, SeqId, StepId
 from swapkv.layout import KVLayout
 
@@ -77,6 +77,7 @@ class SwapCore:
         self._next_chunk = 0
         self._next_op = 0
         self._next_arrival = 0
+        self._next_version = 0
         self._armed_ns: int | None = None
 
     def handle(self, event: events.Event, now_ns: int) -> list[Command]:
@@ -138,44 +139,47 @@ class SwapCore:
         self._next_op += 1
         return OpId(self._next_op)
 
+    def next_version(self) -> int:
+        self._next_version += 1
+        return self._next_version
+
     def next_arrival(self) -> int:
         self._next_arrival += 1
         return self._next_arrival
 
-    def wants_device(self, sequence: SequenceRecord) -> bool:
-        """Whether the sequence needs its chunks on the device: now, once it is restored, or if its preempt is undone."""
-        if sequence.finishing and sequence.step is None:
-            return False
-        if sequence.restore is not None:
-            return not (sequence.restore.undoing or sequence.restore.revoking)
-        goal = sequence.goal if sequence.offload is None else sequence.offload.goal_before
-        return goal is Goal.ACTIVE
-
     def wanted(self, chunk: Chunk, apart_from: SequenceRecord | None = None) -> bool:
         """Whether any sequence (apart from one) needs `chunk` on the device; a forward under way does, even a void one."""
         return any(
-            self.wants_device(self.sequences[name]) or self.sequences[name].step is not None
+            spill.needs(self, self.sequences[name], chunk)
             for name in chunk.refs
             if apart_from is None or name != apart_from.id
         )
 
     def give_back_pages(self, chunk: Chunk) -> None:
         """The chunk is off the device: its pages go back to the ledger."""
+        spill.hide(self, chunk)
         self.ledger.release(chunk.group, chunk.live_pages())
         chunk.pages[: chunk.held] = NO_PAGE
         chunk.held = 0
 
     def free_slot(self, chunk: Chunk) -> None:
-        """Give the chunk's host copy up, if there is one."""
-        if chunk.copy.offset is not None:
-            self.host.free(chunk.copy.offset)
-            self.forget_copy(chunk)
+        """Give the chunk's host copy up, if there is one; the slot is free once no forward reads it any more."""
+        copy = chunk.copy
+        if copy.offset is None:
+            return
+        assert not copy.readers, f"a forward reads the host copy of chunk {chunk.id}"
+        if copy.read is None or self.clock.passed(copy.read):
+            self.host.free(copy.offset)
+        else:
+            self.stuck_slots.append((copy.offset, copy.read))
+        self.forget_copy(chunk)
 
     def forget_copy(self, chunk: Chunk) -> None:
         """The chunk has no host copy any more; its slot belongs to somebody else."""
         del self.copied[chunk.id]
         chunk.copy.offset = None
         chunk.copy.tokens = 0
+        chunk.copy.read = None
 
     def take_slot(self, chunk: Chunk) -> bool:
         """Give the chunk a host slot if it has none. False: there is no room."""
@@ -191,6 +195,7 @@ class SwapCore:
         chunk.copy.checksums = [0] * planes
         chunk.copy.sealed_checksums = [0] * planes
         chunk.copy.sealed_pages = 0
+        chunk.copy.version = self.next_version()
         self.copied[chunk.id] = chunk
         return True
 
@@ -202,13 +207,8 @@ class SwapCore:
             if not sequence.offload.undoing:
                 pages += sum(c.num_live for c in sequence.offload.leaving if c.group == group)
         for sequence in self.restores.values():
-            if not self.wants_device(sequence):
-                assert sequence.restore is not None
-                pages += sum(
-                    c.num_live
-                    for c in sequence.restore.chunks
-                    if c.group == group and c.state in ON_DEVICE and not self.wanted(c, apart_from=sequence)
-                )
+            if sequence.restore is not None and not sequence.restore.goes_on:
+                pages += sum(c.num_live for c in turns.held_chunks(self, sequence) if c.group == group)
         return pages
 
     def check(self) -> None:
@@ -220,7 +220,7 @@ class SwapCore:
     def _grant(self) -> None:
         """Give the pages that are there to those who wait."""
         steps.grant(self)
-        restore.grant(self)
+        turns.grant(self)
 
     def _buckets(self) -> dict[Lane, TokenBucket]:
         def bucket(rate: int | None, burst: int | None) -> TokenBucket:
@@ -256,6 +256,7 @@ _HANDLERS: dict[type, Callable[[SwapCore, Any], None]] = {
     events.EndStep: steps.end,
     events.VoidStep: steps.void,
     events.Preempt: offload.begin,
+    events.Spill: spill.begin,
     events.CancelPreempt: offload.cancel,
     events.BeginRestore: restore.begin,
     events.CancelRestore: restore.cancel,

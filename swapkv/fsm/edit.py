@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from swapkv.budget import admission
 from swapkv.errors import KVEvicted, ProtocolError
-from swapkv.fsm import events, offload, restore, steps
+from swapkv.fsm import events, offload, restore, spill, steps
 from swapkv.fsm.commands import Gone
 from swapkv.fsm.records import NO_PAGE, Chunk, Goal, PageTable, Sequence, no_pages
 from swapkv.fsm.transitions import SETTLED, ChunkEvent
@@ -41,7 +41,7 @@ def fork(core: SwapCore, event: events.Fork) -> None:
     child.tokens, child.goal, child.fresh = parent.tokens, parent.goal, parent.fresh
     child.chunks = [list(chunks) for chunks in parent.chunks]
     child.tables = [table.clone() for table in parent.tables]
-    child.behind = list(parent.behind)
+    child.behind, child.spilled = list(parent.behind), parent.spilled
     for chunk in child.live_chunks():
         chunk.refs[child.id] = None
 
@@ -53,6 +53,7 @@ def truncate(core: SwapCore, event: events.Truncate) -> None:
     if not 0 <= event.tokens <= sequence.tokens:
         raise ProtocolError(f"tokens={event.tokens} is not within the 0 to {sequence.tokens} of {sequence.id!r}")
     _refuse_behind_window(core, sequence, event.tokens)
+    _refuse_spilled(core, sequence, event.tokens)
     steps.refuse_waiting(core, sequence, f"sequence {sequence.id!r} was truncated while its forward waited for pages")
     cut_tokens(core, sequence, event.tokens)
 
@@ -111,6 +112,7 @@ def drop_kv(core: SwapCore, sequence: Sequence) -> None:
     core.counters["evictions"] += 1
     core.counters["evicted_tokens"] += sequence.tokens
     sequence.goal = Goal.EVICTED
+    sequence.spilled = 0
     _unref_all(core, sequence)
 
 
@@ -151,7 +153,8 @@ def tidy(core: SwapCore, sequence: Sequence) -> None:
     """Let go of pages that a sequence at rest on the device will not use again: behind the window, and those beyond its
     last token that a chunk kept for others who shared it.
     """
-    if sequence.goal is not Goal.ACTIVE or sequence.step is not None:
+    running = sequence.goal is Goal.ACTIVE or (sequence.goal is Goal.RESTORING and sequence.spilled)
+    if not running or sequence.step is not None:
         return
     trim_window(core, sequence)
     for group in core.groups():
@@ -195,6 +198,7 @@ def take_from(core: SwapCore, chunk: Chunk, sequence: Sequence) -> Chunk:
     chunk.pages[: chunk.held] = NO_PAGE
     chunk.held = 0
     del chunk.refs[sequence.id]
+    spill.hide(core, chunk)
     sequence.chunks[chunk.group][chunk.index] = own
     return own
 
@@ -263,6 +267,15 @@ def _refuse_behind_window(core: SwapCore, sequence: Sequence, tokens: int) -> No
                 f"sequence {sequence.id!r} cut to {tokens} tokens would read behind the window of {window} tokens, where "
                 f"pages were let go: set truncate_slack={core.layout.truncate_slack} of the layout higher"
             )
+
+
+def _refuse_spilled(core: SwapCore, sequence: Sequence, tokens: int) -> None:
+    spilled_tokens = sequence.spilled * core.layout.chunk_tokens
+    if tokens < spilled_tokens:
+        raise ProtocolError(
+            f"sequence {sequence.id!r} cut to {tokens} tokens would end in the {spilled_tokens} that are spilled: restore "
+            "it, at least from there on, then truncate"
+        )
 
 
 def _trim(core: SwapCore, sequence: Sequence, group: GroupId, first_page: int) -> None:

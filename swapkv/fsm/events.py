@@ -54,18 +54,33 @@ class Preempt:
 
 
 @attrs.frozen
+class Spill:
+    """Take the first `tokens` tokens (None: all), as far as they fill chunks, off the device; the sequence runs on.
+
+    Its forwards read them in the host tier. Layers with a window keep theirs.
+    """
+
+    sequence: SeqId
+    tokens: int | None = None
+
+
+@attrs.frozen
 class CancelPreempt:
-    """Undo a preempt that is under way."""
+    """Undo a preempt or a spill that is under way."""
 
     sequence: SeqId
 
 
 @attrs.frozen
 class BeginRestore:
-    """Bring the sequence back. A lower `priority` goes first; None: the one it was registered with."""
+    """Bring the sequence back. A lower `priority` goes first; None: the one it was registered with.
+
+    `spilled`: so many tokens, the first ones, stay where they are, as after a `Spill`.
+    """
 
     sequence: SeqId
     priority: int | None = None
+    spilled: int = 0
 
 
 @attrs.frozen
@@ -163,6 +178,7 @@ Event: TypeAlias = (
     | EndStep
     | VoidStep
     | Preempt
+    | Spill
     | CancelPreempt
     | BeginRestore
     | CancelRestore

@@ -1,4 +1,4 @@
-"""Leaving the device: a preempt copies what is dirty, then everything leaves in one step, or nothing does."""
+"""Leaving the device: what is dirty is copied, then everything leaves in one step, or nothing does."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from swapkv.config import HostFull, RestoreOrder, Verify
 from swapkv.errors import HostTierFull, KVEvicted, ProtocolError
-from swapkv.fsm import copies, edit, events, restore, steps
-from swapkv.fsm.commands import Parked, ParkUndone, PreemptOutcome
+from swapkv.fsm import copies, edit, events, restore, spill, steps
+from swapkv.fsm.commands import Parked, ParkUndone, PreemptOutcome, Spilled
 from swapkv.fsm.records import Chunk, Goal, Offload, Op, Sequence
 from swapkv.fsm.transitions import SETTLED, ChunkEvent
 
@@ -19,23 +19,30 @@ if TYPE_CHECKING:
 def begin(core: SwapCore, event: events.Preempt) -> None:
     """Take a sequence off the device. Chunks that another sequence needs there stay."""
     sequence = core.sequence(event.sequence)
-    _refuse_if_busy(sequence)
-    leaving = [c for c in sequence.live_chunks() if may_leave(core, c, sequence)]
-    if not _reserve(core, leaving):
-        _no_room(core, sequence, leaving)
+    refuse_if_busy(sequence)
+    start(core, sequence, None)
+
+
+def start(core: SwapCore, sequence: Sequence, spilled: int | None) -> None:
+    """Begin a preempt or, for a sequence that runs on with `spilled` chunks in the host tier, a spill."""
+    chunks = leaving(core, sequence, spilled)
+    if not _reserve(core, chunks):
+        _no_room(core, sequence, chunks, may_drop=spilled is None)
         return
-    steps.refuse_waiting(core, sequence, f"sequence {sequence.id!r} was preempted while its forward waited for pages")
-    sequence.preemptions += 1
-    core.counters["preemptions"] += 1
-    sequence.offload = work = Offload(goal_before=sequence.goal)
+    what = "preempted" if spilled is None else "spilled"
+    steps.refuse_waiting(core, sequence, f"sequence {sequence.id!r} was {what} while its forward waited for pages")
+    if spilled is None:
+        sequence.preemptions += 1
+    core.counters["preemptions" if spilled is None else "spills"] += 1
+    sequence.offload = work = Offload(goal_before=sequence.goal, spill=spilled)
     sequence.goal = Goal.PARKING
     core.offloads[sequence.id] = sequence
-    _take_along(core, work, leaving)
+    _take_along(core, work, chunks)
     settle(core, sequence)
 
 
 def cancel(core: SwapCore, event: events.CancelPreempt) -> None:
-    """Undo a preempt. One that is complete, or never began, is left as it is."""
+    """Undo a preempt or a spill. One that is complete, or never began, is left as it is."""
     sequence = core.sequences.get(event.sequence)
     if sequence is None or sequence.offload is None:
         core.counters["late_cancels"] += 1
@@ -84,7 +91,7 @@ def settle(core: SwapCore, sequence: Sequence) -> None:
     if work.undoing:
         _put_back(core, sequence, work)
         return
-    shared = [c for c in sequence.live_chunks() if may_leave(core, c, sequence)]
+    shared = leaving(core, sequence, work.spill)
     if shared and _reserve(core, shared):
         _take_along(core, work, shared)
     if not work.segments:
@@ -104,6 +111,12 @@ def let_leave(core: SwapCore, chunk: Chunk) -> None:
         core.give_back_pages(chunk)
 
 
+def leaving(core: SwapCore, sequence: Sequence, spilled: int | None) -> list[Chunk]:
+    """What a preempt of the sequence takes off the device, or a spill of its first `spilled` chunks."""
+    chunks = [chunk for chunk in sequence.live_chunks() if may_leave(core, chunk, sequence)]
+    return chunks if spilled is None else [chunk for chunk in chunks if not spill.stays(core, chunk, spilled)]
+
+
 def _take_along(core: SwapCore, work: Offload, chunks: list[Chunk]) -> None:
     """These chunks leave with the preempt; the dirty ones, which have slots by now, are copied first."""
     pages = {}
@@ -117,7 +130,8 @@ def _take_along(core: SwapCore, work: Offload, chunks: list[Chunk]) -> None:
     work.segments.extend(copies.cut(core, dirty, pages, RestoreOrder.CHUNK_MAJOR))
 
 
-def _refuse_if_busy(sequence: Sequence) -> None:
+def refuse_if_busy(sequence: Sequence) -> None:
+    """Raise if the sequence is in no state to leave the device."""
     name = sequence.id
     if sequence.finishing:
         raise ProtocolError(f"sequence {name!r} is finishing: nothing is left to preempt")
@@ -162,18 +176,18 @@ def _spares(core: SwapCore, leaving: list[Chunk]) -> Iterator[Chunk]:
 
 def _reclaimable(core: SwapCore, chunk: Chunk) -> bool:
     """Whether the chunk's host copy is only a spare: its KV is on the device, and no copy or restore counts on it."""
-    if chunk.ops or chunk.state not in SETTLED:
+    if chunk.ops or chunk.state not in SETTLED or spill.is_read(core, chunk):
         return False
     return all(core.sequences[name].goal is not Goal.RESTORING for name in chunk.refs)
 
 
-def _no_room(core: SwapCore, sequence: Sequence, leaving: list[Chunk]) -> None:
+def _no_room(core: SwapCore, sequence: Sequence, leaving: list[Chunk], *, may_drop: bool) -> None:
     """The host tier is full: refuse, or drop the KV and have it computed again."""
     needed = sum(core.layout.chunk_bytes(c.group) for c in leaving if c.copy.offset is None)
-    if core.config.host_full is HostFull.REFUSE:
+    if core.config.host_full is HostFull.REFUSE or not may_drop:
         core.counters["host_full_refusals"] += 1
         raise HostTierFull(
-            f"preempting sequence {sequence.id!r} needs {needed} bytes of host memory, {core.host.total - core.host.used} "
+            f"offloading sequence {sequence.id!r} needs {needed} bytes of host memory, {core.host.total - core.host.used} "
             f"of {core.host.total} are free: finish a sequence, raise host_bytes, or set host_full=RECOMPUTE"
         )
     steps.refuse_waiting(core, sequence, f"sequence {sequence.id!r} was evicted while its forward waited for pages")
@@ -192,12 +206,14 @@ def _now_clean(core: SwapCore, chunk: Chunk, op: Op, at: int) -> None:
         copy.guard_first = op.firsts[at]
     copy.tokens = tokens
     copy.generation = chunk.generation
+    copy.version = core.next_version()
     copy.sealed_pages = tokens // core.layout.page_size
     copy.guard_pages = core.layout.pages_for(tokens) - copy.guard_first
 
 
 def _let_go(core: SwapCore, sequence: Sequence, work: Offload) -> None:
     """Every chunk has a clean copy: all leave the device at once."""
+    sequence.spilled = work.spill or 0
     for chunk in work.leaving:
         assert chunk.clean, f"chunk {chunk.id} would leave the device without a clean copy"
         if core.wanted(chunk, apart_from=sequence):
@@ -206,17 +222,18 @@ def _let_go(core: SwapCore, sequence: Sequence, work: Offload) -> None:
         else:
             core.move(chunk, ChunkEvent.COMMIT_OFFLOAD)
             core.give_back_pages(chunk)
-    for table in sequence.tables:
-        table.cut(0)
-    sequence.goal = Goal.PARKED
+    if work.spill is None:
+        for table in sequence.tables:
+            table.cut(0)
+    sequence.goal = Goal.PARKED if work.spill is None else Goal.ACTIVE
     _over(core, sequence)
     for chunk in sequence.live_chunks():
         let_leave(core, chunk)
-    core.emit(Parked(sequence.id, PreemptOutcome.OFFLOADED))
+    core.emit(Parked(sequence.id, PreemptOutcome.OFFLOADED) if work.spill is None else Spilled(sequence.id))
 
 
 def _put_back(core: SwapCore, sequence: Sequence, work: Offload) -> None:
-    """The preempt is undone: every chunk is resident again; copies that were complete stay."""
+    """The preempt or spill is undone: every chunk is resident again; copies that were complete stay."""
     for chunk in work.leaving:
         if not chunk.clean:
             _distrust(core, chunk)

@@ -4,14 +4,17 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
 
+import attrs
+
 from swapkv.budget.victims import Victim
 from swapkv.fsm.copies import dirty_pages
 from swapkv.fsm.core import SwapCore
-from swapkv.fsm.offload import may_leave
-from swapkv.fsm.records import Chunk, Goal, Sequence
+from swapkv.fsm.offload import leaving
+from swapkv.fsm.records import Goal, Sequence
+from swapkv.fsm.spill import stays, streamed, whole_chunks
 from swapkv.fsm.steps import needed
 from swapkv.fsm.transitions import SETTLED, ChunkState
-from swapkv.ids import GroupId, SeqId
+from swapkv.ids import GroupId, HostOffset, SeqId
 
 FAIRNESS_NS_PER_PREEMPTION = 1_000_000.0
 
@@ -26,8 +29,23 @@ class SequenceState(Enum):
     OFFLOADED = "OFFLOADED"
     PREFETCHING = "PREFETCHING"
     GPU_READY = "GPU_READY"
+    SPILLED = "SPILLED"
+    """It runs, though its first chunks may be off the device: its forwards read them in the host tier."""
     EVICTED = "EVICTED"
     """Its KV is gone: reset it and run its tokens again."""
+
+
+@attrs.frozen
+class HostPages:
+    """Logical pages `[first, first + count)` of a sequence that stand in the host tier, in order, from `slot` on.
+
+    `version`: another one whenever the slot may hold other bytes.
+    """
+
+    first: int
+    count: int
+    slot: HostOffset
+    version: int
 
 
 _BY_GOAL = {
@@ -42,20 +60,40 @@ def state_of(sequence: Sequence) -> SequenceState:
     """The derived state of one sequence."""
     if sequence.goal in _BY_GOAL:
         return _BY_GOAL[sequence.goal]
+    if sequence.spilled:
+        return SequenceState.SPILLED
     if sequence.fresh and any(chunk.state is ChunkState.GPU_READY for chunk in sequence.live_chunks()):
         return SequenceState.GPU_READY
     return SequenceState.GPU_RESIDENT if any(sequence.chunks) else SequenceState.REGISTERED
 
 
+def host_pages(core: SwapCore, name: SeqId, group: GroupId) -> list[HostPages]:
+    """What a forward over the sequence reads in the host tier; its page table of the group has no pages for that."""
+    found = []
+    for chunk in streamed(core, core.sequence(name)):
+        if chunk.group == group:
+            assert chunk.copy.offset is not None
+            pages = core.layout.chunk_pages
+            found.append(HostPages(chunk.index * pages, pages, chunk.copy.offset, chunk.copy.version))
+    return found
+
+
+def spill_moves_bytes(core: SwapCore, name: SeqId, tokens: int | None) -> bool:
+    """Whether a spill of the sequence's first tokens would have to copy anything."""
+    sequence = core.sequence(name)
+    return any(not chunk.clean for chunk in leaving(core, sequence, whole_chunks(core, sequence, tokens)))
+
+
 def preempt_moves_bytes(core: SwapCore, name: SeqId) -> bool:
     """Whether preempting the sequence would have to copy anything."""
+    return any(not chunk.clean for chunk in leaving(core, core.sequence(name), None))
+
+
+def restore_moves_bytes(core: SwapCore, name: SeqId, spilled: int = 0) -> bool:
+    """Whether restoring the sequence but for its first `spilled` tokens would have to copy anything or wait for it."""
     sequence = core.sequence(name)
-    return any(not chunk.clean for chunk in sequence.live_chunks() if may_leave(core, chunk, sequence))
-
-
-def restore_moves_bytes(core: SwapCore, name: SeqId) -> bool:
-    """Whether restoring the sequence would have to copy anything or wait for a copy."""
-    return any(chunk.state not in SETTLED for chunk in core.sequence(name).live_chunks())
+    chunks = whole_chunks(core, sequence, spilled)
+    return any(c.state not in SETTLED for c in sequence.live_chunks() if stays(core, c, chunks))
 
 
 def in_transit(core: SwapCore, name: SeqId) -> bool:
@@ -76,9 +114,9 @@ def victims(core: SwapCore) -> list[Victim]:
 
 def suffices(core: SwapCore, appends: Mapping[SeqId, int], victims: SequenceOf[Victim]) -> bool:
     """Whether a forward over `appends`, but for the victims, has its pages once these and all others on their way are free."""
-    leaving = {victim.sequence for victim in victims}
-    rest = {name: count for name, count in appends.items() if name not in leaving}
-    freed = [chunk for name in leaving for chunk in _leaving(core, core.sequence(name))]
+    going = {victim.sequence for victim in victims}
+    rest = {name: count for name, count in appends.items() if name not in going}
+    freed = [chunk for name in going for chunk in leaving(core, core.sequence(name), None)]
     for group in core.groups():
         pages = core.ledger.available(group) + core.coming(group) + sum(c.num_live for c in freed if c.group == group)
         if needed(core, rest, group) > pages:
@@ -88,7 +126,7 @@ def suffices(core: SwapCore, appends: Mapping[SeqId, int], victims: SequenceOf[V
 
 def pages_missing(core: SwapCore, group: GroupId) -> int:
     """Pages of `group` that forwards and restores wait for beyond those that are available."""
-    from swapkv.fsm.restore import missing_pages
+    from swapkv.fsm.turns import missing_pages
 
     return max(0, missing_pages(core, group) - core.ledger.available(group))
 
@@ -98,17 +136,12 @@ def _may_be_preempted(sequence: Sequence) -> bool:
 
 
 def _victim(core: SwapCore, sequence: Sequence) -> Victim:
-    leaving = _leaving(core, sequence)
-    freed = sum(chunk.num_live * core.layout.page_bytes(chunk.group) for chunk in leaving)
+    chunks = leaving(core, sequence, None)
+    freed = sum(chunk.num_live * core.layout.page_bytes(chunk.group) for chunk in chunks)
     return Victim(
         sequence=sequence.id,
         freed_bytes=freed,
-        dirty_bytes=sum(dirty_pages(core, chunk) * core.layout.page_bytes(chunk.group) for chunk in leaving),
+        dirty_bytes=sum(dirty_pages(core, chunk) * core.layout.page_bytes(chunk.group) for chunk in chunks),
         restore_bytes=freed,
         fairness_ns=FAIRNESS_NS_PER_PREEMPTION * sequence.preemptions,
     )
-
-
-def _leaving(core: SwapCore, sequence: Sequence) -> list[Chunk]:
-    """What a preempt of the sequence would take off the device."""
-    return [chunk for chunk in sequence.live_chunks() if may_leave(core, chunk, sequence)]

@@ -24,6 +24,9 @@ class TierCopy:
     The first `tokens` tokens of the slot equal the device's, as of the chunk's `generation`. Checksums are by plane of
     the group: `checksums` over the slot's pages `[guard_first, guard_first + guard_pages)`, `sealed_checksums` over
     those before `sealed_pages`, which will not be copied again.
+
+    `version`: another one whenever the slot may hold other bytes. `readers`: forwards under way that read the slot;
+    `read`: the last one that has ended.
     """
 
     offset: HostOffset | None = None
@@ -34,6 +37,9 @@ class TierCopy:
     sealed_pages: int = 0
     guard_first: int = 0
     guard_pages: int = 0
+    version: int = 0
+    readers: int = 0
+    read: Fence | None = None
 
 
 @attrs.define(eq=False)
@@ -105,6 +111,10 @@ class PageTable:
         self._buffer[first:end] = pages
         self._length = max(self._length, end)
 
+    def clear(self, first: int, count: int) -> None:
+        """Forget the pages `[first, first + count)`, as far as the table goes."""
+        self.pages[first : first + count] = NO_PAGE
+
     def cut(self, length: int) -> None:
         """Forget the pages from `length` on."""
         self._buffer[length : self._length] = NO_PAGE
@@ -131,9 +141,13 @@ class Goal(Enum):
 
 @attrs.define(eq=False)
 class Offload:
-    """One `preempt` under way: every chunk in `leaving` gets a clean copy, then all leave in one step."""
+    """One `preempt` or `spill` under way: every chunk in `leaving` gets a clean copy, then all leave in one step.
+
+    `spill`: how many chunks of the sequence will be read in the host tier from then on; None: it stops running.
+    """
 
     goal_before: Goal
+    spill: int | None = None
     leaving: list[Chunk] = attrs.field(factory=list)
     segments: deque["Segment"] = attrs.field(factory=deque)
     ops: set[OpId] = attrs.field(factory=set)
@@ -148,7 +162,8 @@ class Restore:
     `chunks`: those that were not on the device. `waiting`: of these, the ones that lack pages. `joined`: those whose
     end of an earlier offload or restore has to be awaited first. `segments`: granted, not yet submitted.
     `layer_missing[l]`: chunks of which layer `l` has not landed. `base_tokens`: the length to fall back to if it fails.
-    `gated`: when a forward began that waits for its layers (None: none has).
+    `gated`: when a forward began that waits for its layers (None: none has). `spilled`: chunks that stay in the host
+    tier, as in `Sequence`.
     """
 
     priority: int
@@ -156,6 +171,7 @@ class Restore:
     arrived_ns: int
     base_tokens: int
     layer_missing: list[int]
+    spilled: int = 0
     chunks: list[Chunk] = attrs.field(factory=list)
     waiting: deque[Chunk] = attrs.field(factory=deque)
     joined: dict[ChunkId, Chunk] = attrs.field(factory=dict)
@@ -171,9 +187,14 @@ class Restore:
     cause: Exception | None = None
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it is neither being undone nor giving its pages back."""
+        return not (self.undoing or self.revoking)
+
+    @property
     def granted(self) -> bool:
         """Whether every chunk has its pages."""
-        return not (self.waiting or self.joined or self.undoing or self.revoking)
+        return self.goes_on and not (self.waiting or self.joined)
 
 
 @attrs.define(eq=False)
@@ -181,7 +202,8 @@ class Sequence:
     """One request's KV. `chunks[g][i]` is None once the chunk fell behind the window of group `g`.
 
     `behind[g]`: the first chunk that did not. `step`: the forward that pins it. `fresh`: restored, and no forward since.
-    `step_tokens`: the most tokens that one forward adds.
+    `step_tokens`: the most tokens that one forward adds. `spilled`: of each group without a window so many chunks, the
+    first ones, may be off the device while the sequence runs: its forwards read them in the host tier.
     """
 
     id: SeqId
@@ -200,6 +222,7 @@ class Sequence:
     restore: Restore | None = None
     preemptions: int = 0
     restored_ns: int | None = None
+    spilled: int = 0
 
     def live_chunks(self) -> list[Chunk]:
         """Every chunk that is still held, group by group."""
@@ -245,10 +268,14 @@ class Op:
 
 @attrs.define(eq=False)
 class Step:
-    """A forward pass. Waiting until `granted`; then its sequences are pinned until it ends."""
+    """A forward pass. Waiting until `granted`; then its sequences are pinned until it ends.
+
+    `streamed`: chunks that it reads in the host tier.
+    """
 
     id: StepId
     appends: dict[SeqId, int]
     granted: bool = False
     void: set[SeqId] = attrs.field(factory=set)
     arrived_ns: int = 0
+    streamed: list[Chunk] = attrs.field(factory=list)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from swapkv.errors import KVEvicted, PagesExhausted, ProtocolError
-from swapkv.fsm import edit, events, restore
+from swapkv.fsm import edit, events, offload, restore, spill, turns
 from swapkv.fsm.commands import ClonePages, RecordFence, StepGranted, StepRefused
 from swapkv.fsm.ledger import latest
 from swapkv.fsm.records import Chunk, Goal, Sequence, Step
@@ -52,7 +52,7 @@ def end(core: SwapCore, event: events.EndStep) -> None:
     fence = _close(core, step)
     for name, count in step.appends.items():
         sequence = core.sequences[name]
-        if sequence.restore is not None and sequence.restore.undoing:
+        if sequence.restore is not None and sequence.restore.undoing and not sequence.spilled:
             sequence.restore.voided_tokens += count
         else:
             _commit(core, sequence, count, fence)
@@ -81,12 +81,23 @@ def grant(core: SwapCore) -> None:
         step = core.waiting_steps[0]
         lack = _lack(core, step)
         if not lack:
+            streamed_bytes = spill.streamed_bytes(core, step)
+            if not core.buckets[Lane.IN].take(streamed_bytes, core.now_ns):
+                return
+            core.counters["streamed_bytes"] += streamed_bytes
             core.waiting_steps.popleft()
             _grant(core, step)
         elif not _may_come(core, lack):
             _refuse(core, step, _exhausted(core, step, lack))
         elif not _revoke_one(core, lack):
             return
+
+
+def link_ready_ns(core: SwapCore) -> int | None:
+    """When the link will let a forward begin that has its pages and streams; None: none waits for that."""
+    if not core.waiting_steps or _lack(core, core.waiting_steps[0]):
+        return None
+    return core.buckets[Lane.IN].ready_ns(spill.streamed_bytes(core, core.waiting_steps[0]), core.now_ns)
 
 
 def refuse_waiting(core: SwapCore, sequence: Sequence, why: str) -> None:
@@ -107,10 +118,9 @@ def _refuse_if_busy(core: SwapCore, sequence: Sequence, count: int) -> None:
         raise KVEvicted(
             f"sequence {name!r} has no KV ({sequence.tokens} tokens were dropped): reset it, run them again"
         )
-    gated = sequence.restore is not None and sequence.restore.granted
-    if sequence.goal is not Goal.ACTIVE and not gated:
+    if sequence.goal is not Goal.ACTIVE and not may_begin(sequence):
         raise ProtocolError(f"sequence {name!r} is {sequence.goal.value}: restore it before the forward")
-    if count and sequence.restore is not None and not _owns_tail(core, sequence):
+    if count and is_gated(sequence) and not _owns_tail(core, sequence):
         raise ProtocolError(
             f"sequence {name!r} shares its tail: await the whole restore before a forward appends to it"
         )
@@ -119,6 +129,17 @@ def _refuse_if_busy(core: SwapCore, sequence: Sequence, count: int) -> None:
             f"sequence {name!r} has {sequence.tokens} tokens, {count} more exceed its max_tokens={sequence.max_tokens}: "
             "register it with a larger max_tokens"
         )
+
+
+def may_begin(sequence: Sequence) -> bool:
+    """Whether a forward may begin while the sequence is being restored: on open gates, or reading in the host tier."""
+    work = sequence.restore
+    return work is not None and bool(sequence.spilled or (work.granted and not work.spilled))
+
+
+def is_gated(sequence: Sequence) -> bool:
+    """Whether a forward over the sequence waits for layers of its restore."""
+    return sequence.restore is not None and not sequence.spilled
 
 
 def needed(core: SwapCore, appends: Mapping[SeqId, int], group: GroupId) -> int:
@@ -162,7 +183,7 @@ def _lack(core: SwapCore, step: Step) -> dict[GroupId, int]:
 def _may_come(core: SwapCore, lack: dict[GroupId, int]) -> bool:
     """Whether what is missing is on its way, or held by partial restores that can be revoked."""
     for group, missing in lack.items():
-        held = sum(c.num_live for s in restore.partial(core) for c in restore.held_chunks(core, s) if c.group == group)
+        held = sum(c.num_live for s in turns.partial(core) for c in turns.held_chunks(core, s) if c.group == group)
         if missing > core.coming(group) + held:
             return False
     return True
@@ -172,9 +193,9 @@ def _revoke_one(core: SwapCore, lack: dict[GroupId, int]) -> bool:
     """Take back the pages of the partial restore that is last in the queue, unless enough are on their way."""
     if all(missing <= core.coming(group) for group, missing in lack.items()):
         return False
-    for sequence in restore.partial(core):
-        if any(chunk.group in lack for chunk in restore.held_chunks(core, sequence)):
-            restore.revoke(core, sequence)
+    for sequence in turns.partial(core):
+        if any(chunk.group in lack for chunk in turns.held_chunks(core, sequence)):
+            turns.revoke(core, sequence)
             return True
     return False
 
@@ -204,8 +225,9 @@ def _grant(core: SwapCore, step: Step) -> None:
         if sequence.fresh:
             sequence.fresh = False
             _take_over(core, sequence)
-        if sequence.restore is not None:
+        if is_gated(sequence):
             restore.gate(core, sequence)
+        spill.pin(core, step, sequence)
         for group in core.groups():
             after.extend(_grow(core, sequence, count, group))
     core.emit(StepGranted(step.id, latest(after)))
@@ -254,7 +276,7 @@ def _make_writable(core: SwapCore, sequence: Sequence, tail: Chunk) -> tuple[Fen
         tail = edit.take_from(core, tail, sequence)
     if len(tail.refs) == 1:
         edit.shorten(core, tail, tokens)
-        if sequence.restore is not None:
+        if is_gated(sequence):
             return ()
         return core.ledger.before_write(tail.pages[tail.held - 1 : tail.held], Lane.COMPUTE)
     own = core.new_chunk(tail.group, tail.index, sequence)
@@ -287,6 +309,7 @@ def _close(core: SwapCore, step: Step) -> Fence:
     del core.steps[step.id]
     fence = core.clock.issue(Lane.COMPUTE)
     core.emit(RecordFence(step.id, fence))
+    spill.unpin(step, fence)
     for name in step.appends:
         for pages in _pages_by_group(core, core.sequences[name]):
             core.ledger.note_read(fence, pages)
@@ -319,9 +342,13 @@ def _after(core: SwapCore, step: Step) -> None:
     """The pins are gone: what waited for that goes on."""
     for name in step.appends:
         sequence = core.sequences[name]
-        if sequence.restore is not None:
+        if is_gated(sequence):
             for table in sequence.tables:
                 table.cut(0)
+        if sequence.restore is not None:
             restore.settle(core, sequence)
+        if sequence.spilled:
+            for chunk in sequence.live_chunks():
+                offload.let_leave(core, chunk)
         if sequence.finishing:
             edit.leave(core, sequence)

@@ -13,6 +13,7 @@ STATE_COLORS: Final[dict[str, str]] = {
     "OFFLOADED": "#A6A49F",
     "PREFETCHING": "#4FBDF5",
     "GPU_READY": "#009A58",
+    "SPILLED": "#B05FC9",
     "EVICTED": "#BE1E2D",
     "FINISHED": "#565B63",
 }
@@ -32,7 +33,7 @@ PAGE_COLORS: Final[dict[str, str]] = {
 }
 """The four places of the page ledger, in the order in which a bar shows them."""
 
-UNKNOWN_COLOR: Final = "#B05FC9"
+UNKNOWN_COLOR: Final = "#7A5230"
 """For a name that is in none of the tables."""
 
 

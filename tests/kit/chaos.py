@@ -173,6 +173,17 @@ class Chaos:
         if name is not None:
             self.harness.do(events.BeginRestore(name, self.rng.choice([None, 0, 1])))
 
+    def restore_in_part(self) -> None:
+        """The sequence comes back, or runs on, with some of its tokens in the host tier."""
+        name = self.any_sequence(Goal.PARKED, Goal.ACTIVE)
+        if name is not None:
+            self.harness.do(events.BeginRestore(name, spilled=self._some_tokens()))
+
+    def spill(self) -> None:
+        name = self.any_sequence(Goal.ACTIVE)
+        if name is not None:
+            self.harness.do(events.Spill(name, self.rng.choice([None, self._some_tokens()])))
+
     def rush(self) -> None:
         """Everyone wants to come back, some sooner than others."""
         for name in [n for n, s in self.core.sequences.items() if s.goal is Goal.PARKED]:
@@ -239,6 +250,9 @@ class Chaos:
         if op not in self.core.ops:
             self.harness.do(events.CopyDone(op))  # type: ignore[arg-type]
 
+    def _some_tokens(self) -> int:
+        return self.rng.randrange(self.max_tokens)
+
     def _tell(self, kind: type, *goals: Goal) -> None:
         name = self.any_sequence(*goals)
         if name is not None:
@@ -259,6 +273,8 @@ _TABLE = {
     Chaos.cancel_step: 1,
     Chaos.preempt: 5,
     Chaos.restore: 5,
+    Chaos.restore_in_part: 0,
+    Chaos.spill: 0,
     Chaos.rush: 0,
     Chaos.grow: 0,
     Chaos.anything: 2,

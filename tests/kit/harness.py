@@ -10,7 +10,9 @@ import attrs
 from swapkv.errors import IllegalTransition, SwapError, TransferError
 from swapkv.fsm import commands, events
 from swapkv.fsm.core import SwapCore
-from swapkv.ids import Lane, SeqId, StepId
+from swapkv.fsm.queries import host_pages
+from swapkv.fsm.steps import is_gated
+from swapkv.ids import GroupId, Lane, SeqId, StepId
 from tests.kit.stamps import Stamp, StampDevice, Work
 
 
@@ -18,6 +20,7 @@ from tests.kit.stamps import Stamp, StampDevice, Work
 class Forward:
     """A granted forward: what it should read, and where it writes.
 
+    `away[s]`: of each layer group, where in the host tier it reads pages that have none on the device.
     `gated[s]`: how many layers of `s` are there, while the forward waits for more.
     """
 
@@ -25,6 +28,7 @@ class Forward:
     reads: dict[SeqId, list[Stamp]]
     writes: dict[SeqId, list[Stamp]]
     tables: dict[SeqId, list[list[int]]]
+    away: dict[SeqId, list[dict[int, tuple[int, int]]]]
     gated: dict[SeqId, int]
     void: set[SeqId] = attrs.field(factory=set)
 
@@ -63,7 +67,7 @@ class Harness:
             self._carry_out(command)
         if self.checks_each_event:
             self.core.check()
-            self.device.poison_free_pages()
+            self.device.poison_what_is_free()
         return True
 
     def begin_step(self, step: StepId, appends: dict[SeqId, int]) -> bool:
@@ -186,7 +190,8 @@ class Harness:
             reads={name: list(self.tokens[name]) for name in appends},
             writes={name: [self._next(name) for _ in range(count)] for name, count in appends.items()},
             tables={name: [t.pages.tolist() for t in s.tables] for name, s in sequences.items()},
-            gated={name: s.restore.layers_told for name, s in sequences.items() if s.restore is not None},
+            away={name: [self._away(name, group) for group in self.core.groups()] for name in appends},
+            gated={n: s.restore.layers_told for n, s in sequences.items() if s.restore is not None and is_gated(s)},
         )
         self.forwards[granted.step] = forward
         for layer in range(self.core.layout.num_layers):
@@ -221,13 +226,19 @@ class Harness:
 
     def _place(self, forward: Forward, name: SeqId, layer: int, position: int, stamp: Stamp = None) -> Stamp:
         """What stands at one position of one layer, after `stamp` was written there."""
-        page_size = self.core.layout.page_size
-        page = forward.tables[name][self.core.layout.group_of_layer[layer]][position // page_size]
-        assert page >= 0, f"{name} uses position {position}, which has no page"
-        stamps = self.device.page(page, layer)
+        page_size, group = self.core.layout.page_size, self.core.layout.group_of_layer[layer]
+        page = forward.tables[name][group][position // page_size]
+        there = forward.away[name][group].get(position // page_size)
+        assert page >= 0 or (there and stamp is None), f"{name} uses position {position}, which has no page"
+        stamps = self.device.page(page, layer) if page >= 0 else self.device.slot(there[0], layer, there[1])
         if stamp is not None:
             stamps[position % page_size] = stamp
         return stamps[position % page_size]
+
+    def _away(self, name: SeqId, group: GroupId) -> dict[int, tuple[int, int]]:
+        """By logical page: the slot and the place in it."""
+        runs = host_pages(self.core, name, group)
+        return {run.first + at: (int(run.slot), at) for run in runs for at in range(run.count)}
 
     def _undone(self, undone: commands.RestoreUndone) -> None:
         if undone.voided_tokens:

@@ -82,8 +82,10 @@ class StampDevice:
     def submit_record(self, record: RecordFence, answer: Callable[[Fence], object]) -> None:
         self.lanes[Lane.COMPUTE].append(Work(lambda: answer(record.fence), (), record.fence))
 
-    def poison_free_pages(self) -> None:
-        """Nobody may read a free page: make sure that it shows."""
+    def poison_what_is_free(self) -> None:
+        """Nobody may read a free page or slot: make sure that it shows."""
+        taken = self.core.host.taken()
+        self.host = {place: stamps for place, stamps in self.host.items() if place[0] in taken}
         for page, layer in self.pages:
             if self.core.ledger.state_of(page) is PageState.FREE:
                 self.pages[page, layer] = [POISON] * self.layout.page_size

@@ -12,6 +12,8 @@ ADVERSE = {
     "void": "void",
     "cancel_step": "cancel",
     "preempt": "preempt",
+    "spill": "spill",
+    "restore_part": "spill",
     "cancel_preempt": "cancel",
     "cancel_restore": "cancel",
     "abort": "abort",
@@ -60,7 +62,7 @@ def rude_actions(world: World) -> Iterator[Action]:
     for name, sequence in world.core.sequences.items():
         if sequence.finishing or sequence.goal not in (Goal.ACTIVE, Goal.PARKED) or sequence.step is not None:
             yield "preempt", name
-        if sequence.goal is not Goal.PARKED:
+        if sequence.goal is not Goal.PARKED and not sequence.spilled:
             yield "restore", name
         if sequence.goal is not Goal.PARKING:
             yield "cancel_preempt", name
@@ -70,7 +72,7 @@ def rude_actions(world: World) -> Iterator[Action]:
             yield "truncate", name, 0
             yield "evict", name
             yield from (("fork", name, child) for child in world.unforked[:1])
-        if (sequence.goal is not Goal.ACTIVE and not _gated(sequence)) or sequence.step is not None:
+        if (sequence.goal is not Goal.ACTIVE and not _may_begin(sequence)) or sequence.step is not None:
             yield "step", name
 
 
@@ -125,12 +127,13 @@ def _may_step(world: World, sequence: Sequence) -> bool:
         return False
     if sequence.goal is Goal.ACTIVE:
         return True
-    return world.scenario.gates and _gated(sequence)
+    return (world.scenario.gates or sequence.spilled > 0) and _may_begin(sequence)
 
 
-def _gated(sequence: Sequence) -> bool:
+def _may_begin(sequence: Sequence) -> bool:
     """Whether a forward may begin before the sequence's restore is over."""
-    return sequence.restore is not None and sequence.restore.granted
+    work = sequence.restore
+    return work is not None and (sequence.spilled > 0 or (work.granted and work.spilled == 0))
 
 
 def _wishes(world: World, name: str, sequence: Sequence) -> Iterator[Action]:
@@ -141,8 +144,15 @@ def _wishes(world: World, name: str, sequence: Sequence) -> Iterator[Action]:
     worth = (more or world.scenario.late) and here and idle and sequence.tokens
     if goal in (Goal.ACTIVE, Goal.PARKED) and worth and _left(world, "preempt"):
         yield "preempt", name
-    if goal is Goal.PARKED:
+    if goal is Goal.PARKED or (goal is Goal.ACTIVE and idle and sequence.spilled):
         yield "restore", name
+    if goal in (Goal.ACTIVE, Goal.PARKED) and idle and _left(world, "spill"):
+        chunk = world.core.layout.chunk_tokens
+        lengths = range(chunk, sequence.tokens + 1, chunk)
+        if goal is Goal.PARKED:
+            yield from (("restore_part", name, tokens) for tokens in lengths)
+        elif more or world.scenario.late:
+            yield from (("spill", name, tokens) for tokens in lengths if tokens > sequence.spilled * chunk)
     if goal is Goal.EVICTED:
         yield "reset", name
     if goal is Goal.PARKING and _left(world, "cancel") and sequence.offload.goal_before is Goal.ACTIVE:

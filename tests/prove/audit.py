@@ -12,8 +12,8 @@ from swapkv.fsm.copies import next_wake
 from swapkv.fsm.core import SwapCore
 from swapkv.fsm.ledger import PageState
 from swapkv.fsm.records import Chunk, Goal, Sequence
-from swapkv.fsm.restore import in_order
 from swapkv.fsm.transitions import ChunkState
+from swapkv.fsm.turns import in_order
 from swapkv.ids import Fence, GroupId, Lane, SeqId
 from tests.prove.cloning import clone_core
 from tests.prove.lanes import POISON, Device, Move, Pass, Stamps, Twin, pages_of
@@ -47,6 +47,10 @@ def check_untouched(world: World) -> None:
                 raise Violation(f"pages {sorted(touched)} are free and {type(work).__name__} will touch them")
             if isinstance(work, Move) and any(item.host not in taken for item in work.items):
                 raise Violation(f"copy {work.op} will touch a host slot that is free")
+    waiting = [work.rows for device in world.ranks for work in device.lanes[Lane.COMPUTE] if isinstance(work, Pass)]
+    rows = [row for rows in (*waiting, *(opened.rows for opened in world.open.values())) for row in rows]
+    if any(slot not in taken for row in rows for pages in row.away for _, slot, _ in pages):
+        raise Violation("a forward will read a host slot that is free")
     for opened in world.open.values():
         pages = sorted({page for row in opened.rows for table in row.tables for page in table if page >= 0})
         if any(world.core.ledger._state[page] != PageState.OWNED for page in pages):

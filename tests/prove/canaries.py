@@ -11,7 +11,7 @@ import attrs
 from swapkv.fsm.commands import Command
 from swapkv.fsm.core import SwapCore
 from swapkv.fsm.events import Event
-from tests.prove import guards_of_data, guards_of_drivers, guards_of_moves, guards_of_turns
+from tests.prove import guards_of_data, guards_of_drivers, guards_of_moves, guards_of_spills, guards_of_turns
 from tests.prove.catchers import catcher
 from tests.prove.explore import explore
 from tests.prove.mutation import Canary, applied
@@ -28,6 +28,7 @@ CANARIES: dict[str, Canary] = {
         guards_of_moves.HANGS,
         guards_of_turns.BUDGETS,
         guards_of_turns.STEPS,
+        guards_of_spills.SPILLS,
         guards_of_drivers.ORDER,
         guards_of_drivers.CALLS,
     )

@@ -21,7 +21,7 @@ from tests.prove.world import World
 
 KNOWN: dict[type, str] = {
     Chunk: "id group index pages state tokens held first_live generation copy refs ops landed aborting",
-    TierCopy: "offset tokens generation checksums guard_first guard_pages sealed_checksums",
+    TierCopy: "offset tokens generation checksums guard_first guard_pages sealed_checksums version",
     Offload: "goal_before leaving segments ops undoing cause",
     Restore: "priority arrival arrived_ns base_tokens layer_missing chunks waiting joined segments ops inflight_bytes "
     "voided_tokens pages_told layers_told undoing revoking gated cause",
@@ -289,6 +289,7 @@ class Namer:
                 self._stamps(row.reads),
                 self._stamps(row.writes),
                 [self._pages(table) for table in row.tables],
+                [[(page, self._slot(slot), place) for page, slot, place in pages] for pages in row.away],
                 row.gated,
                 row.void,
             )

@@ -46,12 +46,17 @@ class Twin(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One sequence's part of a forward. `gated`: it may run only once its layers have come."""
+    """One sequence's part of a forward. `gated`: it may run only once its layers have come.
+
+    `away[g]`: by logical page of group `g`, the host slot that holds it and the place there; for pages that it reads in
+    the host tier.
+    """
 
     name: str
     reads: Stamps
     writes: Stamps
     tables: tuple[tuple[Page, ...], ...]
+    away: tuple[tuple[tuple[int, int, int], ...], ...]
     gated: bool
     void: bool
 
@@ -152,10 +157,16 @@ class Device:
                     self._read(row, layer)
                 self._write(row, layer)
 
-    def stamp(self, table: tuple[Page, ...], layer: int, position: int) -> int:
-        """The stamp of one token in one layer."""
+    def stamp(self, row: Row, layer: int, position: int) -> int:
+        """The stamp of one token in one layer, on the device or in the host tier."""
+        group = self.layout.group_of_layer[layer]
         page, at = divmod(position, self.layout.page_size)
-        return self.pages[table[page] * self.num_layers + layer][at]
+        if row.tables[group][page] >= 0:
+            return self.pages[row.tables[group][page] * self.num_layers + layer][at]
+        there = next(((slot, layer, place) for logical, slot, place in row.away[group] if logical == page), None)
+        if there is None:
+            raise Violation(f"{row.name!r} reads position {position}, which has no page")
+        return self.slots.get(there, self.poisoned)[at]
 
     def first_read(self, layer: int, tokens: int) -> int:
         """The first position that a forward over a sequence of `tokens` tokens reads in `layer`."""
@@ -163,11 +174,8 @@ class Device:
         return 0 if window is None else max(0, tokens - window + 1)
 
     def _read(self, row: Row, layer: int) -> None:
-        table = row.tables[self.layout.group_of_layer[layer]]
         for position in range(self.first_read(layer, len(row.reads)), len(row.reads)):
-            if table[position // self.layout.page_size] < 0:
-                raise Violation(f"{row.name!r} reads position {position}, which has no page")
-            found = self.stamp(table, layer, position)
+            found = self.stamp(row, layer, position)
             if found != row.reads[position]:
                 what = "poison" if found == POISON else f"stamp {found}"
                 raise Violation(

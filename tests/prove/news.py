@@ -9,8 +9,9 @@ from swapkv.errors import PagesExhausted
 from swapkv.fsm import commands
 from swapkv.fsm.commands import PreemptOutcome
 from swapkv.fsm.ledger import PageState
-from swapkv.fsm.records import Goal
-from swapkv.ids import Lane, SeqId, StepId
+from swapkv.fsm.queries import host_pages
+from swapkv.fsm.steps import is_gated
+from swapkv.ids import GroupId, Lane, SeqId, StepId
 from tests.prove.audit import check_exhausted, check_hand_over
 from tests.prove.lanes import Mark, Open, Pass, Row, Work, as_move, as_twin
 from tests.prove.violation import Violation
@@ -62,12 +63,19 @@ def _granted(world: World, granted: commands.StepGranted) -> None:
         writes = tuple(range(world.next_stamp, world.next_stamp + count))
         world.next_stamp += count
         tables = tuple(tuple(table.pages.tolist()) for table in sequence.tables)
-        rows.append(Row(name, world.tokens[name], writes, tables, sequence.goal is Goal.RESTORING, void=False))
+        away = tuple(_away(world, name, group) for group in world.core.groups())
+        world.sent[Lane.IN] += sum(len(away[g]) * world.core.layout.page_bytes(g) for g in world.core.groups())
+        rows.append(Row(name, world.tokens[name], writes, tables, away, is_gated(sequence), void=False))
     gated = any(row.gated for row in rows)
     opened = Open(tuple(rows), granted.after, launched=gated)
     world.open[granted.step] = opened
     if gated:
         launch(world, granted.step, opened)
+
+
+def _away(world: World, name: str, group: GroupId) -> tuple[tuple[int, int, int], ...]:
+    runs = host_pages(world.core, SeqId(name), group)
+    return tuple((run.first + at, int(run.slot), at) for run in runs for at in range(run.count))
 
 
 def launch(world: World, step: int, opened: Open) -> None:
@@ -92,6 +100,10 @@ def _parked(world: World, parked: commands.Parked) -> None:
     _paid(world, "park", parked.sequence)
     if parked.outcome is PreemptOutcome.RECOMPUTE:
         world.tokens[parked.sequence] = ()
+
+
+def _spilled(world: World, spilled: commands.Spilled) -> None:
+    _paid(world, "park", spilled.sequence)
 
 
 def _park_undone(world: World, undone: commands.ParkUndone) -> None:
@@ -175,6 +187,7 @@ _CARRY_OUT: dict[type, Callable[[World, Any], None]] = {
     commands.StepGranted: _granted,
     commands.StepRefused: _refused,
     commands.Parked: _parked,
+    commands.Spilled: _spilled,
     commands.ParkUndone: _park_undone,
     commands.PagesReady: _pages_ready,
     commands.LayerReady: _layer_ready,

@@ -13,7 +13,7 @@ from swapkv.layout import KVLayout
 Action: TypeAlias = tuple[str | int, ...]
 """A verb and what it is about: `("preempt", "a")`, `("run", "OUT")`, `("deliver", "done", 3)`."""
 
-BUDGETS = ("preempt", "cancel", "fault", "void", "truncate", "fork", "abort", "hang", "evict", "die")
+BUDGETS = ("preempt", "cancel", "fault", "void", "truncate", "fork", "abort", "hang", "evict", "die", "spill")
 
 
 @attrs.frozen(kw_only=True)

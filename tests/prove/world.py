@@ -184,16 +184,23 @@ class World:
     def preempt(self, name: str) -> bool:
         return self.wish(events.Preempt(SeqId(name)), ("park", name))
 
+    def spill(self, name: str, tokens: int) -> bool:
+        return self.wish(events.Spill(SeqId(name), tokens), ("park", name))
+
     def cancel_preempt(self, name: str) -> bool:
         return self.tell(events.CancelPreempt(SeqId(name)))
 
-    def restore(self, name: str) -> bool:
+    def restore(self, name: str, spilled: int = 0) -> bool:
         before = self.opened.pop(name, None)
-        if self.wish(events.BeginRestore(SeqId(name)), ("restore", name)):
+        if self.wish(events.BeginRestore(SeqId(name), spilled=spilled), ("restore", name)):
             return True
         if before is not None:
             self.opened[name] = before
         return False
+
+    def restore_part(self, name: str, spilled: int) -> bool:
+        """All but the first `spilled` tokens come back."""
+        return self.restore(name, spilled)
 
     def cancel_restore(self, name: str) -> bool:
         return self.tell(events.CancelRestore(SeqId(name)))
@@ -330,7 +337,8 @@ class World:
 _VERBS: dict[str, Callable[..., bool]] = {
     verb: getattr(World, verb)
     for verb in (
-        *("register", "step", "end", "void", "cancel_step", "preempt", "cancel_preempt", "restore", "cancel_restore"),
+        *("register", "step", "end", "void", "cancel_step", "preempt", "spill", "cancel_preempt"),
+        *("restore", "restore_part", "cancel_restore"),
         *("finish", "abort", "reset", "evict", "fork", "truncate"),
         *("run", "tear", "reject", "die", "deliver", "repeat", "hang", "wake", "tick", "settle"),
     )

@@ -3,42 +3,20 @@
 import attrs
 
 from swapkv.config import HostFull, RestoreOrder, SwapConfig
-from swapkv.layout import KVLayout
-from tests.prove.scenario import Action, Scenario
-
-
-def _dense(layers: int, page_size: int, chunk_tokens: int, **more: object) -> KVLayout:
-    return KVLayout.dense(
-        num_layers=layers,
-        num_kv_heads=1,
-        head_dim=1,
-        page_size=page_size,
-        chunk_tokens=chunk_tokens,
-        **more,  # type: ignore[arg-type]
-    )
-
-
-ONE_PAGE_CHUNKS = _dense(1, 2, 2)
-TWO_PAGE_CHUNKS = _dense(1, 2, 4)
-TWO_LAYERS = _dense(2, 2, 2)
-ONE_TOKEN_PAGES = _dense(1, 1, 2)
-LAYER_BY_LAYER = SwapConfig(segment_bytes=1)
-TWO_AT_A_TIME = SwapConfig(segment_bytes=16)
-"""Of two-layer chunks: a chunk leaves with one copy, a layer of two chunks comes with one."""
-
-
-def _registered(*names: str) -> tuple[Action, ...]:
-    return tuple(("register", name) for name in names)
-
-
-def _grown(step: int, name: str) -> tuple[Action, ...]:
-    """The sequence takes its next step, the `step`-th of the world."""
-    return ("step", name), ("end", step), ("settle",)
-
-
-def _parked(name: str) -> tuple[Action, ...]:
-    return ("preempt", name), ("settle",)
-
+from tests.prove.openings import (
+    LAYER_BY_LAYER,
+    ONE_PAGE_CHUNKS,
+    ONE_TOKEN_PAGES,
+    TWO_AT_A_TIME,
+    TWO_LAYERS,
+    TWO_PAGE_CHUNKS,
+    dense,
+    grown,
+    parked,
+    registered,
+)
+from tests.prove.scenario import Scenario
+from tests.prove.spills import SPILLS
 
 SHORT = {
     scenario.name: scenario
@@ -52,7 +30,7 @@ SHORT = {
             targets={"a": (2, 3), "b": (2, 3), "c": (2, 3)},
             late=True,
             budget={"preempt": 1},
-            begun=(*_registered("a", "b", "c"), *_grown(1, "a"), *_grown(2, "b"), *_grown(3, "c"), *_parked("c")),
+            begun=(*registered("a", "b", "c"), *grown(1, "a"), *grown(2, "b"), *grown(3, "c"), *parked("c")),
         ),
         Scenario(
             name="scarce host",
@@ -62,7 +40,7 @@ SHORT = {
             host_chunks=2,
             targets={"a": (2, 3), "b": (2, 3), "c": (3, 4)},
             budget={"preempt": 1},
-            begun=(*_registered("a", "b", "c"), *_grown(1, "a"), *_grown(2, "b"), *_grown(3, "c"), *_parked("c")),
+            begun=(*registered("a", "b", "c"), *grown(1, "a"), *grown(2, "b"), *grown(3, "c"), *parked("c")),
         ),
         Scenario(
             name="faults",
@@ -74,7 +52,7 @@ SHORT = {
             targets={"a": (3, 4), "b": (3, 4)},
             in_order=True,
             budget={"preempt": 1, "fault": 1, "cancel": 1},
-            begun=(*_registered("a", "b"), *_grown(1, "b"), *_parked("b"), *_grown(2, "a")),
+            begun=(*registered("a", "b"), *grown(1, "b"), *parked("b"), *grown(2, "a")),
         ),
         Scenario(
             name="fork",
@@ -85,7 +63,7 @@ SHORT = {
             targets={"a": (3, 4), "x": (3, 4)},
             children=("x",),
             budget={"preempt": 2, "fork": 1},
-            begun=(*_registered("a"), *_grown(1, "a"), *_parked("a"), ("restore", "a"), ("settle",)),
+            begun=(*registered("a"), *grown(1, "a"), *parked("a"), ("restore", "a"), ("settle",)),
         ),
         Scenario(
             name="fork without a copy",
@@ -96,7 +74,7 @@ SHORT = {
             targets={"a": (3, 4), "x": (3, 4)},
             children=("x",),
             budget={"preempt": 2, "cancel": 1, "fault": 1},
-            begun=(*_registered("a"), *_grown(1, "a"), ("fork", "a", "x")),
+            begun=(*registered("a"), *grown(1, "a"), ("fork", "a", "x")),
         ),
         Scenario(
             name="branches",
@@ -109,13 +87,13 @@ SHORT = {
             late=True,
             budget={"preempt": 2, "cancel": 1},
             begun=(
-                *_registered("a"),
-                *_grown(1, "a"),
-                *_parked("a"),
+                *registered("a"),
+                *grown(1, "a"),
+                *parked("a"),
                 ("restore", "a"),
                 ("settle",),
                 ("fork", "a", "x"),
-                *_grown(2, "a"),
+                *grown(2, "a"),
             ),
         ),
         Scenario(
@@ -127,7 +105,7 @@ SHORT = {
             config=LAYER_BY_LAYER,
             targets={"a": (3, 4), "b": (1, 2)},
             budget={"preempt": 1, "cancel": 1},
-            begun=(*_registered("a", "b"), *_grown(1, "a"), *_parked("a"), *_grown(2, "b")),
+            begun=(*registered("a", "b"), *grown(1, "a"), *parked("a"), *grown(2, "b")),
         ),
         Scenario(
             name="layer by layer",
@@ -139,7 +117,7 @@ SHORT = {
             targets={"a": (3, 4)},
             late=True,
             budget={"preempt": 2, "fault": 1, "cancel": 1},
-            begun=(*_registered("a"), *_grown(1, "a")),
+            begun=(*registered("a"), *grown(1, "a")),
         ),
         *(
             Scenario(
@@ -152,7 +130,7 @@ SHORT = {
                 ranks=2,
                 in_order=True,
                 budget=dict.fromkeys(("preempt", *budget), 1),
-                begun=(*_registered("a", "b"), *_grown(1, "b"), *_parked("b"), *_grown(2, "a")),
+                begun=(*registered("a", "b"), *grown(1, "b"), *parked("b"), *grown(2, "a")),
             )
             for budget in (("cancel", "fault"), ("die",), ("hang",))
         ),
@@ -164,7 +142,7 @@ SHORT = {
             host_chunks=8,
             targets={"a": (2, 3), "b": (2, 3)},
             budget={"preempt": 1, "hang": 1, "cancel": 1},
-            begun=(*_registered("a", "b"), *_grown(1, "a"), *_grown(2, "b"), *_parked("b")),
+            begun=(*registered("a", "b"), *grown(1, "a"), *grown(2, "b"), *parked("b")),
         ),
         Scenario(
             name="hang of several",
@@ -174,7 +152,7 @@ SHORT = {
             host_chunks=8,
             targets={"a": (3, 4), "b": (1, 2)},
             budget={"preempt": 1, "hang": 1, "cancel": 1},
-            begun=(*_registered("a", "b"), *_grown(1, "a"), *_grown(2, "b")),
+            begun=(*registered("a", "b"), *grown(1, "a"), *grown(2, "b")),
         ),
         *(
             Scenario(
@@ -188,7 +166,7 @@ SHORT = {
                 gates=True,
                 in_order=True,
                 budget={what: 1},
-                begun=(*_registered("a", "b"), *_grown(1, "a"), *_grown(2, "b"), *_parked("b")),
+                begun=(*registered("a", "b"), *grown(1, "a"), *grown(2, "b"), *parked("b")),
             )
             for what, end in (
                 ("void", "which is given up"),
@@ -207,12 +185,12 @@ SHORT = {
             gates=True,
             in_order=True,
             begun=(
-                *_registered("a", "b", "c"),
-                *_grown(1, "b"),
-                *_parked("b"),
-                *_grown(2, "c"),
-                *_parked("c"),
-                *_grown(3, "a"),
+                *registered("a", "b", "c"),
+                *grown(1, "b"),
+                *parked("b"),
+                *grown(2, "c"),
+                *parked("c"),
+                *grown(3, "a"),
             ),
         ),
         Scenario(
@@ -227,12 +205,12 @@ SHORT = {
             in_order=True,
             budget={"cancel": 1, "fault": 1},
             begun=(
-                *_registered("a", "c"),
-                *_grown(1, "a"),
+                *registered("a", "c"),
+                *grown(1, "a"),
                 ("fork", "a", "x"),
-                *_parked("a"),
-                *_parked("x"),
-                *_grown(2, "c"),
+                *parked("a"),
+                *parked("x"),
+                *grown(2, "c"),
             ),
         ),
         Scenario(
@@ -247,7 +225,7 @@ SHORT = {
             gates=True,
             in_order=True,
             budget={"cancel": 1},
-            begun=(*_registered("a"), *_grown(1, "a"), ("fork", "a", "x"), *_parked("a"), *_parked("x")),
+            begun=(*registered("a"), *grown(1, "a"), ("fork", "a", "x"), *parked("a"), *parked("x")),
         ),
         Scenario(
             name="delta",
@@ -258,17 +236,17 @@ SHORT = {
             targets={"a": (3, 4)},
             late=True,
             budget={"preempt": 2, "fault": 1, "truncate": 1, "cancel": 1},
-            begun=(*_registered("a"), *_grown(1, "a")),
+            begun=(*registered("a"), *grown(1, "a")),
         ),
         Scenario(
             name="window",
             about="a sliding window, two preempts and a truncate",
-            layout=_dense(1, 1, 2, windows=[2], truncate_slack=1),
+            layout=dense(1, 1, 2, windows=[2], truncate_slack=1),
             pages=(6,),
             host_chunks=8,
             targets={"a": (2, 4, 5, 6)},
             budget={"preempt": 2, "truncate": 1},
-            begun=(*_registered("a"), *_grown(1, "a")),
+            begun=(*registered("a"), *grown(1, "a")),
         ),
         Scenario(
             name="queue",
@@ -281,12 +259,12 @@ SHORT = {
             priorities={"a": 1},
             budget={"preempt": 1},
             begun=(
-                *_registered("a", "b", "c"),
-                *_grown(1, "a"),
-                *_parked("a"),
-                *_grown(2, "b"),
-                *_parked("b"),
-                *_grown(3, "c"),
+                *registered("a", "b", "c"),
+                *grown(1, "a"),
+                *parked("a"),
+                *grown(2, "b"),
+                *parked("b"),
+                *grown(3, "c"),
             ),
         ),
         Scenario(
@@ -304,7 +282,7 @@ SHORT = {
             ),
             targets={"a": (3, 4), "b": (1, 2)},
             budget={"preempt": 1, "fault": 1, "cancel": 1},
-            begun=(*_registered("a", "b"), *_grown(1, "a"), *_grown(2, "b")),
+            begun=(*registered("a", "b"), *grown(1, "a"), *grown(2, "b")),
         ),
         Scenario(
             name="abort",
@@ -317,7 +295,7 @@ SHORT = {
             budget={"preempt": 1, "abort": 1, "cancel": 1},
             repeats=True,
             rude=True,
-            begun=(*_registered("a", "b"), *_grown(1, "b"), *_grown(2, "a")),
+            begun=(*registered("a", "b"), *grown(1, "b"), *grown(2, "a")),
         ),
         Scenario(
             name="refusals",
@@ -329,7 +307,7 @@ SHORT = {
             targets={"a": (2, 3), "b": (2, 3), "c": (3, 4)},
             batch=2,
             budget={"preempt": 1},
-            begun=(*_registered("a", "b", "c"), *_grown(1, "a"), *_grown(2, "b"), *_grown(3, "c"), *_parked("c")),
+            begun=(*registered("a", "b", "c"), *grown(1, "a"), *grown(2, "b"), *grown(3, "c"), *parked("c")),
         ),
         Scenario(
             name="chunk major",
@@ -340,8 +318,9 @@ SHORT = {
             config=SwapConfig(restore_order=RestoreOrder.CHUNK_MAJOR),
             targets={"a": (3, 4), "b": (3, 4)},
             budget={"preempt": 1, "cancel": 1, "evict": 1},
-            begun=(*_registered("a", "b"), *_grown(1, "b"), *_parked("b"), *_grown(2, "a")),
+            begun=(*registered("a", "b"), *grown(1, "b"), *parked("b"), *grown(2, "a")),
         ),
+        *SPILLS,
     )
 }
 
@@ -357,7 +336,7 @@ def _longer(name: str, base: str, **changes: object) -> Scenario:
 LONG = {
     scenario.name: scenario
     for scenario in (
-        _longer("three from the start", "turns", begun=_registered("a", "b", "c"), late=False, budget={"preempt": 1}),
+        _longer("three from the start", "turns", begun=registered("a", "b", "c"), late=False, budget={"preempt": 1}),
         _longer("turns, two preempts", "turns", late=False, budget={"preempt": 2, "cancel": 1}),
         _longer("faults, any order", "faults", in_order=False, config=LAYER_BY_LAYER, budget={"preempt": 1}),
         _longer("faults, two preempts", "faults", budget={"preempt": 2}),
@@ -367,6 +346,8 @@ LONG = {
         _longer("hang, two preempts", "hang", budget={"preempt": 2}),
         _longer("scarce host, two preempts", "scarce host", budget={"preempt": 2}),
         _longer("queue, cancel", "queue", budget={"cancel": 1}),
+        _longer("spill, any order", "spill", in_order=False, late=True, budget={"preempt": 1}),
+        _longer("spill and forks, any order", "spill and forks", in_order=False, budget={"cancel": 1, "spill": 1}),
     )
 }
 
