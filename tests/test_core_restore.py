@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from swapkv.config import SECOND_NS, RestoreOrder, SwapConfig
-from swapkv.fsm import commands, events, restore
+from swapkv.fsm import commands, events, restore, turns
 from swapkv.fsm.core import SwapCore
 from swapkv.fsm.queries import SequenceState
 from swapkv.fsm.records import Restore, Sequence
@@ -301,8 +301,8 @@ def test_pages_of_a_revoked_restore_go_to_the_head_at_once() -> None:
 
 
 def test_head_that_waits_for_pages_that_are_there_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_round = restore._grant
-    monkeypatch.setattr(restore, "_grant", lambda core: one_round(core) and False)
+    one_round = turns._grant
+    monkeypatch.setattr(turns, "_grant", lambda core: one_round(core) and False)
     with pytest.raises(AssertionError, match="waits for pages that are there"):
         partial_restore_and_a_head()
 

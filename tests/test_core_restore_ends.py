@@ -6,7 +6,7 @@ import pytest
 
 from swapkv.config import SwapConfig
 from swapkv.errors import DrainTimeout, KVEvicted, ProtocolError, TransferError, UnknownSequence
-from swapkv.fsm import commands, events, restore
+from swapkv.fsm import commands, events, turns
 from swapkv.fsm.queries import SequenceState
 from swapkv.fsm.transitions import ChunkState
 from swapkv.ids import Lane, SeqId
@@ -171,8 +171,8 @@ def test_two_restores_that_share_a_chunk_are_granted_together_if_that_is_enough(
 def test_restore_whose_shared_chunk_is_granted_to_another_must_not_wait_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tell = restore._tell_joined
-    monkeypatch.setattr(restore, "_tell_joined", lambda core, granted: tell(core, granted) and False)
+    tell = turns._tell_joined
+    monkeypatch.setattr(turns, "_tell_joined", lambda core, granted: tell(core, granted) and False)
     with pytest.raises(AssertionError, match="waits for pages that are there"):
         two_restores_that_share_a_chunk()
 

@@ -92,6 +92,16 @@ def test_parked_sequence_comes_back_in_part_with_few_pages() -> None:
     stage.reads("a")
 
 
+def test_forward_on_a_restore_of_a_part_waits_for_its_end() -> None:
+    stage = Stage()
+    stage.parked("a", 7)
+    assert stage.do(events.BeginRestore(A, spilled=4))
+    with pytest.raises(ProtocolError, match="restore it before the forward"):
+        stage.core.handle(events.BeginStep(StepId(101), {A: 0}), 0)
+    stage.come_to_rest()
+    stage.reads("a")
+
+
 def test_decodes_before_all_of_a_restore_is_back() -> None:
     stage = spilled(10)
     assert stage.restore("a")

@@ -1,7 +1,7 @@
 """One colour for each state, the same in the plot and on the terminal.
 
 Any two stay apart under protanopia, deuteranopia and tritanopia, and each has a contrast of 3:1 or more on black.
-Blue and green are on the device, light blue comes in, orange goes out, grey is away, red is lost.
+Blue and green are on the device, light blue comes in, orange goes out, grey is away, violet is half away, red is lost.
 """
 
 from typing import Final
@@ -13,7 +13,7 @@ STATE_COLORS: Final[dict[str, str]] = {
     "OFFLOADED": "#A6A49F",
     "PREFETCHING": "#4FBDF5",
     "GPU_READY": "#009A58",
-    "SPILLED": "#B05FC9",
+    "SPILLED": "#8477A1",
     "EVICTED": "#BE1E2D",
     "FINISHED": "#565B63",
 }
@@ -33,7 +33,7 @@ PAGE_COLORS: Final[dict[str, str]] = {
 }
 """The four places of the page ledger, in the order in which a bar shows them."""
 
-UNKNOWN_COLOR: Final = "#7A5230"
+UNKNOWN_COLOR: Final = "#B05FC9"
 """For a name that is in none of the tables."""
 
 

@@ -52,6 +52,10 @@ Result enter(const char *function) {
   pthread_mutex_lock(&lock);
   ++*count_of(function);
   Result result = struck(function);
+  if (result == ILLEGAL_ADDRESS && current()) {
+    current()->sticky = result;
+    pthread_cond_broadcast(&changed);
+  }
   pthread_mutex_unlock(&lock);
   return result;
 }
@@ -114,10 +118,18 @@ int cudahost_fail(const char *name, long nth, Result code) {
   return at < MAX_RULES;
 }
 
+/* Forget rules. */
+void cudahost_forget(void) {
+  pthread_mutex_lock(&lock);
+  memset(rules, 0, sizeof rules);
+  pthread_mutex_unlock(&lock);
+}
+
 /* Forget rules, counts and violations. */
 void cudahost_reset(void) {
   pthread_mutex_lock(&lock);
   memset(rules, 0, sizeof rules);
+  memset(counts, 0, sizeof counts);
   counted = 0;
   violations[0] = hidden[0] = 0;
   pthread_mutex_unlock(&lock);
@@ -180,6 +192,13 @@ Result cuGetErrorName(Result code, const char **name) {
 
 Result cuGetErrorString(Result code, const char **text) { return cuGetErrorName(code, text); }
 
+static bool is_hidden(const char *name) {
+  char bracketed[NAME + 2];
+  snprintf(bracketed, sizeof bracketed, "[%s]", name);
+  return strstr(hidden, bracketed) != NULL;
+}
+
+/* The newest function of this name that a program of this version is given. */
 static void *find(const char *symbol, int version) {
   static void *self;
   char name[NAME];
@@ -188,23 +207,19 @@ static void *find(const char *symbol, int version) {
     dladdr((void *)find, &info);
     self = dlopen(info.dli_fname, RTLD_NOW);
   }
-  if (!strcmp(symbol, "cuMemcpyBatchAsync")) {
-    snprintf(name, NAME, "%s%s", symbol, version >= 13000 ? "_v2" : "");
-    return dlsym(self, name);
-  }
+  bool batch = !strcmp(symbol, "cuMemcpyBatchAsync");
   for (const char **suffix = (const char *[]){"_v2", "", NULL}; *suffix; suffix++) {
+    if (batch && (**suffix != 0) != (version >= 13000)) continue;
     snprintf(name, NAME, "%s%s", symbol, *suffix);
-    void *found = dlsym(self, name);
+    void *found = is_hidden(name) ? NULL : dlsym(self, name);
     if (found) return found;
   }
   return NULL;
 }
 
 Result cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
-  char bracketed[NAME + 2];
   (void)flags;
-  snprintf(bracketed, sizeof bracketed, "[%s]", symbol);
-  *function = strstr(hidden, bracketed) ? NULL : find(symbol, version);
+  *function = find(symbol, version);
   if (status) *status = *function ? 0 : NOT_THERE;
   return *function || status ? SUCCESS : NOT_FOUND;
 }

@@ -1,6 +1,7 @@
 """What tests steer and ask of the driver that they run on."""
 
 import ctypes
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +10,13 @@ import torch
 
 _TEXT_BYTES = 16384
 INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED, ILLEGAL_ADDRESS = 1, 2, 801, 700
-MEMORY, PINNED, REGISTERED, STREAMS, EVENTS, CONTEXTS, TIMED_EVENTS = range(7)
+KINDS = ("device memory", "pinned memory", "registered memory", "streams", "events", "contexts")
+TIMED_EVENTS = len(KINDS)
 
 SEEDS = "CUDAHOST_SEEDS"
 """Names the timing seeds of a run: the first one, and the one after the last."""
+
+gc.freeze()  # what is imported by now stays: the collections of the tests need not look at it
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.cudahost_calls.restype = ctypes.c_long
@@ -43,6 +47,16 @@ def fail(function: str, nth: int, status: int) -> None:
     assert driver.cudahost_fail(function.encode(), nth, status)
 
 
+def forget() -> None:
+    """No rules, counts or violations from before."""
+    driver.cudahost_reset()
+
+
+def forget_failures() -> None:
+    """Nothing fails any more."""
+    driver.cudahost_forget()
+
+
 def hide(function: str) -> None:
     """An older driver, which does not have this function."""
     driver.cudahost_hide(function.encode())
@@ -60,14 +74,31 @@ def violations() -> str:
 
 
 def live(what: int) -> int:
-    """How many of a kind exist: `MEMORY`, `PINNED`, …"""
+    """How many of a kind exist: an index of `KINDS`, or `TIMED_EVENTS`: how many were ever made with timing."""
     return int(driver.cudahost_live(what))
+
+
+def all_live() -> list[str]:
+    """What there is of each kind, as text."""
+    return [f"{live(at)} {kind}" for at, kind in enumerate(KINDS) if live(at)]
+
+
+def held_open() -> list[str]:
+    """What there is of the kinds that the close of a device has to give back. Memory goes with the last reference."""
+    return [what for what in all_live() if not what.endswith(("device memory", "contexts"))]
+
+
+def collect() -> None:
+    """Free what nobody refers to: the finalizers of one pass let go of what the next one finds."""
+    for _ in range(3):
+        if all_live():
+            gc.collect()
 
 
 @contextmanager
 def fresh() -> Iterator[None]:
     """No rules, counts or violations from before; unless the test failed, none of the latter afterwards."""
-    driver.cudahost_reset()
+    forget()
     timing(0)
     yield
     assert violations() == ""

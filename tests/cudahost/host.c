@@ -132,12 +132,14 @@ Result cuDevicePrimaryCtxRetain(void **context, int device) {
   return SUCCESS;
 }
 
+/* What a context still holds goes with it; only one that was lost may hold anything. */
 static void drop_memory(int device) {
-  for (Allocation *a = allocations; a; a = a->next)
-    if (a->live && a->kind == DEVICE_MEMORY && a->device == device) {
-      violation("device %d is let go with %zu bytes of memory in use", device, a->size);
-      a->live = false;
-    }
+  for (Allocation *a = allocations; a; a = a->next) {
+    if (!a->live || a->device != device) continue;
+    if (!contexts[device].sticky) violation("device %d is let go with %zu bytes of memory in use", device, a->size);
+    a->live = false;
+    if (a->kind == DEVICE_MEMORY) used[device] -= a->size;
+  }
 }
 
 Result cuDevicePrimaryCtxRelease_v2(int device) {

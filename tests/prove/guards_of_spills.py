@@ -86,7 +86,7 @@ SPILLS = (
     canary(
         "gate-on-a-part",
         "a forward begins on open gates only where all of the sequence comes back",
-        "spill by layers",
+        "test_core_spill.py::test_forward_on_a_restore_of_a_part_waits_for_its_end",
         "fsm.steps:may_begin",
         "(work.granted and not work.spilled)",
         "work.granted",
