@@ -95,9 +95,10 @@ class CudaDevice:
         self.name = name or f"cuda:{ordinal}"
         self.queue_depth = queue_depth
         self.context = CudaContext(ordinal)
+        self.copies = Copies(self.context, BatchCopy.find())
+        self.preference = self._prefer(way)
         self.event_pool = EventPool(self.context)
         self.gates = Gates(self.context)
-        self.copies = Copies(self.context, BatchCopy.find())
         self._view = view or view_on_device
         self._pinned = pinned or PinnedOptions()
         self._lock = threading.Lock()
@@ -109,7 +110,6 @@ class CudaDevice:
         self._promises: WeakSet[CudaPromise] = WeakSet()
         self._arenas: list[PinnedArena] = []
         self._stuck: tuple[str, ...] = ()
-        self.preference = self._prefer(way)
 
     @property
     def rates(self) -> tuple[CopyRate, ...]:
@@ -218,7 +218,7 @@ class CudaDevice:
 
     def lose(self, lost: CudaLost) -> None:
         """The context is lost for good: fail all that is not over, and all that waits."""
-        self.context.lost = lost
+        self.context.lost = lost.again()
         with self._lock:
             streams, promises = list(self._streams), tuple(self._promises)
         for stream in streams:

@@ -76,6 +76,10 @@ class CudaLost(PoolBroken):
         super().__init__(message)
         self.status = status
 
+    def again(self) -> "CudaLost":
+        """The same to raise once more: one that is kept must not keep the frames that it went through."""
+        return CudaLost(str(self), self.status)
+
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of `cuda.bindings.driver` and return what it hands out.
@@ -143,11 +147,11 @@ class CudaContext:
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """`call`, on a thread on which the context is current. A failure that stays is kept in `lost`."""
         if self.lost is not None:
-            raise self.lost
+            raise self.lost.again()
         try:
             return call(function, *arguments)
         except CudaLost as error:
-            self.lost = error
+            self.lost = error.again()
             raise
 
     def attribute(self, name: str) -> int:

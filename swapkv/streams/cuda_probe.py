@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import product
 
 import attrs
@@ -56,9 +56,7 @@ class Preference:
         return max((rate for rate in mine if rate.run_bytes == nearest), key=lambda rate: rate.bytes_per_s)
 
 
-def probe(
-    context: CudaContext, copies: Copies, *, clock: Callable[[], int] = time.perf_counter_ns
-) -> Preference:  # fmt: skip
+def probe(context: CudaContext, copies: Copies, *, clock: Callable[[], int] = time.perf_counter_ns) -> Preference:
     """Measure every way in both directions; a device without the memory for it gets the likely best way.
 
     Every second run of device memory is moved, to and from consecutive host memory, as scattered pages are.
@@ -81,19 +79,23 @@ class _Bench:
         self._context = context
         self._copies = copies
         self._clock = clock
+        self._held = ExitStack()
 
     def __enter__(self) -> "_Bench":
-        self._near = DeviceMemory(self._context, 2 * PROBE_BYTES)
-        self._staging = Staging(self._context)
-        self._stream = int(self._context.call(cu.cuStreamCreate, 1))
-        self._far = self._context.call(cu.cuMemHostAlloc, PROBE_BYTES, 0)
+        with ExitStack() as held:
+            self._near = DeviceMemory(self._context, 2 * PROBE_BYTES)
+            self._staging = Staging(self._context)
+            self._far = self._context.call(cu.cuMemHostAlloc, PROBE_BYTES, 0)
+            held.callback(self._context.call, cu.cuMemFreeHost, self._far)
+            self._stream = int(self._context.call(cu.cuStreamCreate, 1))
+            held.callback(self._context.call, cu.cuStreamDestroy, self._stream)
+            held.callback(self._context.call, cu.cuStreamSynchronize, self._stream)
+            self._held = held.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         with suppress(TransferError):
-            self._context.call(cu.cuStreamSynchronize, self._stream)
-            self._context.call(cu.cuStreamDestroy, self._stream)
-            self._context.call(cu.cuMemFreeHost, self._far)
+            self._held.close()
 
     def bytes_per_s(self, way: Way, direction: Direction, run_bytes: int) -> float:
         """The best of a few tries, after one that does not count."""

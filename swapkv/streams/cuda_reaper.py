@@ -103,7 +103,7 @@ class CudaReaper:
 
     def _is_over(self, cuda_event: object) -> bool:
         if self._context.lost is not None:
-            raise self._context.lost
+            raise self._context.lost.again()
         (status,) = cu.cuEventQuery(cuda_event)
         return bool(status == cu.CUresult.CUDA_SUCCESS)
 
@@ -129,6 +129,4 @@ def first_failure(events: Iterable[Event]) -> BaseException | None:
 
 def lost_track(error: TransferError) -> CudaLost:
     """No event could be recorded after work that is under way: nobody can tell when it is over."""
-    lost = CudaLost(f"the end of work cannot be followed ({error}): end the process", "not tracked")
-    lost.__cause__ = error
-    return lost
+    return CudaLost(f"the end of work cannot be followed ({error}): end the process", "not tracked")

@@ -1,0 +1,147 @@
+"""A context that fails for good: the pool breaks and says why, nobody waits for ever, and the process lives on."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from swapkv import Pool, PoolBroken, SwapConfig, TransferError, open_pool
+from swapkv.config import Verify
+from swapkv.streams.cuda_driver import CudaLost
+from tests.cudahost import control
+from tests.cudahost.kernels import LONG_S, KernelDevice, threads_of
+from tests.cudahost.pages import one_page
+from tests.kit.small_pool import small_layout
+from tests.kit.writing import Writer
+
+
+@pytest.fixture(autouse=True)
+def clean_driver() -> Iterator[None]:
+    """A context that nobody refers to any more is made anew."""
+    with control.fresh():
+        yield
+        control.collect()
+        assert "contexts" not in "".join(control.all_live())
+
+
+@asynccontextmanager
+async def pool_of_one() -> AsyncIterator[tuple[Pool, Writer]]:
+    device = KernelDevice()
+    async with open_pool(
+        small_layout(), num_pages=16, host_bytes=1 << 14, device=device, config=SwapConfig(segment_bytes=1)
+    ) as pool:
+        writer = Writer(pool)
+        pool.register("a", max_tokens=40)
+        await writer.append({"a": 20})
+        yield pool, writer
+    assert not threads_of(device)
+
+
+async def come_and_go(pool: Pool, function: str) -> None:
+    """The forward takes until the driver's function is called once more, or for good."""
+    before = control.calls(function)
+
+    def busy() -> None:
+        for _ in range(100_000):
+            if control.calls(function) > before:
+                return
+            time.sleep(1e-4)
+
+    for _ in range(3):
+        async with pool.forward({"a": 1}) as forward:
+            forward.launch(busy)
+        await pool.preempt("a")
+        await pool.resume("a")
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_context_lost_in_a_copy_breaks_the_pool_with_its_cuda_name(nth: int, backend: str) -> None:
+    async def preempt() -> None:
+        async with pool_of_one() as (pool, _):
+            control.fail("copy", nth, control.ILLEGAL_ADDRESS)
+            with pytest.raises(PoolBroken, match="CUDA_ERROR_ILLEGAL_ADDRESS") as caught:
+                await pool.preempt("a")
+            assert isinstance(caught.value.__cause__, CudaLost)
+            assert caught.value.__cause__.status == "CUDA_ERROR_ILLEGAL_ADDRESS"
+            with pytest.raises(PoolBroken, match="open a new one"):
+                await pool.preempt("a")
+
+    anyio.run(preempt, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_context_lost_under_a_gated_restore_breaks_the_pool(backend: str) -> None:
+    async def restore() -> None:
+        async with pool_of_one() as (pool, _):
+            await pool.preempt("a")
+            control.fail("copy", 2, control.ILLEGAL_ADDRESS)
+            with pytest.raises(PoolBroken, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+                async with pool.restoring("a") as coming:
+                    coming.gate(1, pool.compute)
+
+    anyio.run(restore, backend=backend)
+
+
+@pytest.mark.parametrize("function", ["cuStreamWaitEvent", "cuEventRecord", "cuEventSynchronize"])
+def test_context_lost_in_any_call_breaks_the_pool(function: str) -> None:
+    async def swap() -> None:
+        async with pool_of_one() as (pool, _):
+            control.fail(function, 1, control.ILLEGAL_ADDRESS)
+            with pytest.raises(PoolBroken, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+                await come_and_go(pool, function)
+
+    anyio.run(swap)
+
+
+def test_event_that_cannot_be_recorded_is_the_end_of_the_stream() -> None:
+    """Nobody could tell when the copy is over, so nobody may use its pages again."""
+    device = KernelDevice()
+    stream, block = device.create_stream("out"), one_page(device)
+    assert stream.gather([block], Verify.NONE).wait(LONG_S)
+    control.fail("cuEventRecord", 1, control.OUT_OF_MEMORY)
+    with pytest.raises(CudaLost, match=r"end of work cannot be followed.*OUT_OF_MEMORY"):
+        stream.gather([block], Verify.NONE).wait(LONG_S)
+    assert device.close(LONG_S) == []
+    del device, stream, block
+    control.collect()
+    assert "is let go with" in control.violations(), "memory that a copy may still touch was given back"
+    control.forget()
+
+
+def test_lost_device_refuses_work_and_closes() -> None:
+    device = KernelDevice()
+    out, idle, block = device.create_stream("out"), device.create_stream("idle"), one_page(device)
+    promise = device.create_promise()
+    control.fail("copy", 1, control.ILLEGAL_ADDRESS)
+    lost = out.gather([block], Verify.NONE)
+    for event in (lost, out.record()):
+        with pytest.raises(CudaLost, match="end the process"):
+            event.wait(LONG_S)
+    with pytest.raises(TransferError):
+        promise.wait(LONG_S)
+    calls: list[Callable[[], object]] = [
+        lambda: idle.record().wait(LONG_S),
+        lambda: out.gather([block], Verify.NONE).wait(LONG_S),
+        lambda: device.create_stream("late"),
+        lambda: device.allocate(16),
+    ]
+    for call in calls:
+        with pytest.raises(CudaLost):
+            call()
+    assert device.close(LONG_S) == []
+    assert not threads_of(device)
+
+
+def test_another_device_is_not_touched_by_the_loss() -> None:
+    lost, well = KernelDevice(0), KernelDevice(1)
+    control.fail("copy", 1, control.ILLEGAL_ADDRESS)
+    with pytest.raises(CudaLost):
+        lost.create_stream("out").gather([one_page(lost)], Verify.NONE).wait(LONG_S)
+    block = one_page(well)
+    assert well.create_stream("out").gather([block], Verify.NONE).wait(LONG_S)
+    assert block.host[0].any()
+    for device in (lost, well):
+        assert device.close(LONG_S) == []
