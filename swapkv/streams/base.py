@@ -1,4 +1,4 @@
-"""What a device must offer: streams, events, memory, and copies of pages. Implementations: `host`, `cuda`; `virtual` has streams only.
+"""What a device must offer: streams, events, memory, and copies of pages. Implementations: `host`, `cuda`.
 
 A stream does what it is given in order. `wait` orders it after an event of another stream without blocking the caller.
 """

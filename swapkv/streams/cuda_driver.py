@@ -4,6 +4,7 @@ The one file that imports `cuda.bindings`. Contexts and memory are here; streams
 """
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -137,7 +138,7 @@ class CudaContext:
         call(cu.cuCtxPopCurrent)
 
     def __del__(self) -> None:
-        if hasattr(self, "_release"):
+        if hasattr(self, "_release") and not sys.is_finalizing():  # the end of the process frees it, too
             self._release(self._device)
 
     def bind(self) -> None:
@@ -208,7 +209,7 @@ class DeviceMemory:
         }
 
     def __del__(self) -> None:
-        if getattr(self, "address", 0) and self.context.lost is None:
+        if getattr(self, "address", 0) and self.context.lost is None and not sys.is_finalizing():
             with self.context:
                 self._free(self.address)
 

@@ -90,7 +90,10 @@ class CudaReaper:
         except CudaLost as lost:
             self._lose(lost)
             return False
-        for operation in over:
+        for earlier, operation in zip((None, *over), over, strict=False):
+            if operation.awaited and earlier is not None:
+                # what it depends on may itself depend on the earlier ones: they must not be kept back
+                self._timeline.advance(earlier.event.number)
             self._finish(operation)
         return self._timeline.advance(over[-1].event.number)
 

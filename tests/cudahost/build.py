@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -21,10 +20,12 @@ def build(folder: Path) -> Path:
     return folder
 
 
-def run_suites(driver: Path, names: Sequence[str], seeds: range, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run suites of this folder on the driver, with pytest; their traffic takes these timing seeds."""
+def run_suite(
+    driver: Path, name: str, seeds: range, timeout_s: float, select: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a suite of this folder on the driver, with pytest: those tests that `select` names, with these timing seeds."""
     environment = os.environ | {"LD_LIBRARY_PATH": str(driver), SEEDS: f"{seeds.start}-{seeds.stop}"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(HERE / n) for n in names)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", select, str(HERE / name)]
     return subprocess.run(
         command,
         cwd=ROOT,
