@@ -20,7 +20,7 @@ from rich.console import Console
 from swapkv.demo.compare import prove, time_ways
 from swapkv.demo.report import Report
 from swapkv.demo.report_text import print_report
-from swapkv.demo.scenario import MEGABYTE, Scenario, Workload
+from swapkv.demo.scenario import MEGABYTE, Mode, Scenario, Workload
 from swapkv.demo.tiny_llama import TinyLlama
 from swapkv.demo.watch import Watch
 from swapkv.errors import ProtocolError, SwapError
@@ -50,6 +50,12 @@ def main() -> None:
 
 
 @main.command(context_settings={"show_default": True})
+@click.option(
+    "--mode",
+    type=click.Choice([m.value for m in Mode]),
+    default="swap",
+    help="swap: requests take turns. stream: all run in every step; what does not fit is read in host memory.",
+)
 @click.option("--gpu-slots", default=5, help="Requests whose KV fits the device.")
 @click.option("--requests", default=8, help="Requests that are active.")
 @click.option("--model", type=click.Choice([m.value for m in DemoModel]), default="tiny-llama", help="What generates.")
@@ -75,7 +81,7 @@ def main() -> None:
 )
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome/Perfetto trace to this file.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the timeline to this file (.png or .svg).")
-@click.option("--compare/--no-compare", default=True, help="Also time four ways to serve the requests.")
+@click.option("--compare/--no-compare", default=True, help="Also time other ways to serve the requests.")
 @click.option("--repeats", default=2, help="How often each of them is timed.")
 def demo(model: str, as_json: bool, trace: Path | None, plot: Path | None, compare: bool, **options: Any) -> None:  # noqa: FBT001
     """Generate for more requests than fit the device, and prove that nothing was lost.
@@ -84,7 +90,8 @@ def demo(model: str, as_json: bool, trace: Path | None, plot: Path | None, compa
     requests with room for all and compares tokens and KV bytes; a mismatch exits with 1, bad input with 2.
     """
     with _clear_errors():
-        scenario = Scenario(**options | {"victims": VictimOrder[options["victims"].upper()]})
+        named = {"victims": VictimOrder[options["victims"].upper()], "mode": Mode(options["mode"])}
+        scenario = Scenario(**options | named)
         outputs = [*_trace_output(trace), *_plot_output(plot, scenario)]
         torch.set_num_threads(1)
         workload = _workload(DemoModel(model), scenario)
@@ -170,6 +177,8 @@ def _workload(model: DemoModel, scenario: Scenario) -> Workload:
     if model is DemoModel.TINY_LLAMA:
         decoder = TinyLlama(seed=scenario.seed, page_size=page_size, chunk_tokens=chunk_tokens)
         return Workload(scenario=scenario, decoder=decoder, text_note=NOISE)
+    if scenario.mode is Mode.STREAM:
+        raise ProtocolError(f"--mode stream runs the built-in model only, not {model.value}: leave --model out")
     from swapkv.demo.gemma import load_gemma
 
     click.echo(f"swapkv: loading {model.value}; the first time, its weights are converted for a minute", err=True)

@@ -80,6 +80,21 @@ SCENARIOS: dict[str, list[tuple[object, ...]]] = {
         ("resume", "b"),
         ("finish", "b"),
     ],
+    "spilled": [
+        ("register", "a", 40),
+        ("append", "a", 20),
+        ("spill", "a"),
+        ("append", "a", 6),
+        ("spill", "a"),
+        ("fail", "IN"),
+        ("resume", "a"),
+        ("append", "a", 1),
+        ("truncate", "a", 20),
+        ("resume", "a"),
+        ("preempt", "a"),
+        ("spill", "a"),
+        ("finish", "a"),
+    ],
     "wrong calls": [
         ("preempt", "nobody"),
         ("register", "a", 400),
@@ -152,7 +167,8 @@ def on_anyio(scenario: list[tuple[object, ...]], backend: str, monkeypatch: pyte
                 with pool.forward_nowait({name: count}):
                     pass
 
-            calls = {"append": append, "preempt": pool.preempt, "resume": pool.resume, "finish": pool.finish}
+            calls = {"append": append, "preempt": pool.preempt, "spill": pool.spill}
+            calls |= {"resume": pool.resume, "finish": pool.finish}
             for kind, *rest in scenario:
                 try:
                     if kind == "fail":
@@ -178,7 +194,8 @@ def on_stepped(scenario: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPat
             with pool.forward({name: count}):
                 pass
 
-        calls = {"append": append, "preempt": pool.preempt, "resume": pool.restore, "finish": pool.finish}
+        calls = {"append": append, "preempt": pool.preempt, "spill": pool.spill}
+        calls |= {"resume": pool.restore, "finish": pool.finish}
         for kind, *rest in scenario:
             try:
                 if kind == "fail":
@@ -258,6 +275,7 @@ def on_virtual(scenario: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPat
 _EVENTS = {
     "register": events.Register,
     "preempt": events.Preempt,
+    "spill": events.Spill,
     "resume": events.BeginRestore,
     "fork": events.Fork,
     "truncate": events.Truncate,

@@ -24,7 +24,9 @@ async def prove(
     """
     scenario = workload.scenario
     slots, requests = scenario.gpu_slots, scenario.requests
-    swapped = await run(workload, slots=slots, requests=requests, observer=observer, watcher=watcher)
+    swapped = await run(
+        workload, slots=slots, requests=requests, mode=scenario.mode, observer=observer, watcher=watcher
+    )
     announce(f"the twin: the same {requests} requests with room for all, to compare tokens and KV bytes")
     twin = await run(workload, slots=requests, requests=requests)
     return Report(workload=workload, swapped=swapped, twin=twin)
@@ -33,11 +35,13 @@ async def prove(
 async def time_ways(workload: Workload, *, announce: Announce = lambda text: None) -> dict[Way, list[RunResult]]:
     """Run every way `Scenario.repeats` times, all alike: unobserved, and in turn, so that a slow spell hits them all."""
     scenario = workload.scenario
-    results: dict[Way, list[RunResult]] = {way: [] for way in Way}
-    total = scenario.repeats * len(Way)
+    ways = Way.timed(scenario.mode)
+    results: dict[Way, list[RunResult]] = {way: [] for way in ways}
+    total = scenario.repeats * len(ways)
     for number in range(total):
-        way = list(Way)[number % len(Way)]
+        way = ways[number % len(ways)]
         announce(f"timed run {number + 1} of {total}, {way.value}: {way.what(scenario)}")
-        result = await run(workload, slots=scenario.gpu_slots, requests=way.requests(scenario), handover=way.handover)
+        requests = way.requests(scenario)
+        result = await run(workload, slots=scenario.gpu_slots, requests=requests, mode=way.mode, handover=way.handover)
         results[way].append(result)
     return results

@@ -17,12 +17,15 @@ class Row:
     `tokens`: the tokens to run now; they stand at positions `start`, `start + 1`, … and their KV is written.
     `page_tables`: for each layer group int64 `[pages of start + len(tokens) tokens]`, rows of the group's planes;
     -1 for a page behind the window. `wait_layer(i)` returns once the KV of layer `i` may be read and written.
+    `attend(i, query)`: attention of `query`, `[T, Hq, D]`, in layer `i`, for KV that is not all on the device; None: all
+    of it is. It is asked layer by layer, and within a layer row by row.
     """
 
     tokens: Sequence[int]
     start: int
     page_tables: Sequence[torch.Tensor]
     wait_layer: Callable[[int], None] | None = None
+    attend: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
 
 class Decoder(Protocol):

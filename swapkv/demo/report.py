@@ -22,7 +22,7 @@ class Report:
 
     @property
     def tokens_equal(self) -> bool:
-        """Whether every request got the tokens that it gets without swapping, in every run that swapped."""
+        """Whether every request got the tokens that it gets with room for all, in every run that swapped or streamed."""
         return all(run.outputs == self.twin.outputs for run in self._swapping())
 
     @property
@@ -70,14 +70,15 @@ class Report:
                 "bytes_equal": self.bytes_equal,
                 "recomputed_tokens": swapped.recomputed_tokens,
                 "preemptions": swapped.preemptions,
-                "tokens_per_s": self.tokens_per_s(Way.SWAPPING) or swapped.tokens_per_s,
+                "streamed_bytes": swapped.streamed_bytes,
+                "tokens_per_s": self.tokens_per_s(Way.timed(scenario.mode)[0]) or swapped.tokens_per_s,
                 "ceiling_tokens_per_s": self.tokens_per_s(Way.CEILING),
                 "stop_the_world_tokens_per_s": self.tokens_per_s(Way.STOP_THE_WORLD),
                 "recompute_tokens_per_s": self.tokens_per_s(Way.RECOMPUTING),
             },
             "model": self.workload.decoder.name,
             "scenario": attrs.asdict(scenario, value_serializer=lambda _i, _a, v: getattr(v, "value", v)),
-            "device_pages": self.workload.pages(scenario.gpu_slots),
+            "device_pages": [counts.total for counts in stats.pages],
             "bytes_out": stats.out.bytes_copied,
             "bytes_in": stats.into.bytes_copied,
             "clean_bytes_kept": stats.counters.get("clean_bytes_kept", 0),
@@ -108,8 +109,7 @@ class Report:
 
     def _swapping(self) -> list[RunResult]:
         """The runs that must not differ from the twin."""
-        timed = (self.timed.get(way, ()) for way in (Way.SWAPPING, Way.STOP_THE_WORLD))
-        return [self.swapped, *(run for runs in timed for run in runs)]
+        return [self.swapped, *(run for way, runs in self.timed.items() if way.exact for run in runs)]
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

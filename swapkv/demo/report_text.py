@@ -9,6 +9,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from swapkv.demo.report import Report, quantile
+from swapkv.demo.run import RunResult
+from swapkv.demo.scenario import Mode
 from swapkv.demo.ways import Way
 from swapkv.observe.figures import format_bytes, format_duration
 
@@ -125,6 +127,8 @@ def _print_proof(report: Report, console: Console) -> None:
 
 def _work_done(report: Report) -> str:
     swapped, stats = report.swapped, report.swapped.statistics
+    if report.workload.scenario.mode is Mode.STREAM:
+        return _streamed(swapped)
     if not swapped.preemptions:
         return "Nobody was preempted: give more --requests than --gpu-slots, and a --quantum below --new-tokens."
     text = (
@@ -139,6 +143,18 @@ def _work_done(report: Report) -> str:
             f"(95th percentile {format_duration(high)})."
         )
     return text
+
+
+def _streamed(run: RunResult) -> str:
+    spills = run.statistics.counters.get("spills", 0)
+    if not spills:
+        return "Nothing had to be streamed: give more --requests than --gpu-slots, and more --new-tokens."
+    return (
+        f"All {len(run.outputs)} requests took part in every one of {run.steps:,} steps. {spills:,} spills moved "
+        f"{format_bytes(run.statistics.out.bytes_copied)} out once; forwards read {format_bytes(run.streamed_bytes)} in "
+        f"host memory ({format_bytes(run.streamed_bytes // run.steps)} a step) through a ring of "
+        f"{format_bytes(run.ring_bytes)}, which is part of the slots' memory."
+    )
 
 
 def _verdict(report: Report) -> Text:

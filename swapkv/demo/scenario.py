@@ -1,6 +1,7 @@
 """What the demo runs: how many requests, on how much memory, over which link."""
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +30,15 @@ CHUNK_TOKENS = 32
 LARGEST = 1e12
 
 
+class Mode(Enum):
+    """How more requests than slots are active."""
+
+    SWAP = "swap"
+    """They take turns: KV of those that wait is in host memory."""
+    STREAM = "stream"
+    """All are in every step: KV that does not fit is read in host memory, layer by layer, while the step computes."""
+
+
 def _at_least(minimum: float, remedy: str) -> Callable[[object, Any, float | None], None]:
     """A validator; numbers that nothing else could hold are refused, too."""
 
@@ -49,6 +59,7 @@ class Scenario:
     timed.
     """
 
+    mode: Mode = Mode.SWAP
     gpu_slots: int = attrs.field(default=5, validator=_at_least(1, "without a slot nothing can run"))
     requests: int = attrs.field(default=8, validator=_at_least(1, "there is nothing to run"))
     new_tokens: int = attrs.field(default=192, validator=_at_least(1, "there is nothing to generate"))
@@ -127,10 +138,15 @@ class Workload:
         """Tokens of KV that the longest request has at its end."""
         return max(len(prompt) for prompt in self.prompts) + self.scenario.new_tokens - 1
 
-    def pages(self, slots: int) -> list[int]:
-        """Device pages of each layer group for `slots` requests of the longest length."""
+    def pages(self, slots: int, *, less_bytes: int = 0) -> list[int]:
+        """Device pages of each layer group for `slots` requests of the longest length.
+
+        `less_bytes`: what else has to fit in that memory.
+        """
         tokens = self.scenario.slot_tokens or self.longest
-        return [slots * self.layout.peak_pages(GroupId(g), tokens, tokens) for g in range(len(self.layout.groups))]
+        groups = [GroupId(g) for g in range(len(self.layout.groups))]
+        pages = [slots * self.layout.peak_pages(group, tokens, tokens) for group in groups]
+        return [n + -less_bytes // self.layout.page_bytes(group) for n, group in zip(pages, groups, strict=True)]
 
     def host_bytes(self) -> int:
         """The host tier's size."""

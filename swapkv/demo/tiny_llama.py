@@ -120,30 +120,34 @@ class TinyLlama:
         `wait_layer(i)` once, before it first touches layer i. Raises `ProtocolError` for a row without tokens, or if a
         page that it needs is not in its table.
         """
-        return [self._forward_row(row, memory) for row in rows]
+        pieces = [self._pieces(row) for row in rows]
+        states = [self._embed(row, its) for row, its in zip(rows, pieces, strict=True)]
+        for index in range(len(self._layers)):
+            for at, row in enumerate(rows):
+                if row.wait_layer is not None:
+                    row.wait_layer(index)
+                pairs = zip(states[at], pieces[at], strict=True)
+                states[at] = [self._run_layer(index, state, piece, row, memory) for state, piece in pairs]
+        return [int((_norm(last[-1][-1:]) @ self._head).argmax()) for last in states]
 
-    def _forward_row(self, row: Row, memory: PagedMemory) -> int:
+    def _embed(self, row: Row, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
+        return [self._embedding[torch.tensor(row.tokens[p.start - row.start : p.stop - row.start])] for p in pieces]
+
+    def _pieces(self, row: Row) -> list[_Piece]:
         if not row.tokens:
             raise ProtocolError("a row of 0 tokens has no next token: leave it out of the step")
-        pieces = self._pieces(row.start, row.start + len(row.tokens))
-        states = [self._embedding[torch.tensor(row.tokens[p.start - row.start : p.stop - row.start])] for p in pieces]
-        for index in range(len(self._layers)):
-            if row.wait_layer is not None:
-                row.wait_layer(index)
-            table = row.page_tables[self.layout.group_of_layer[index]]
-            states = [
-                self._run_layer(index, state, piece, table, memory) for state, piece in zip(states, pieces, strict=True)
-            ]
-        return int((_norm(states[-1][-1:]) @ self._head).argmax())
-
-    def _pieces(self, start: int, stop: int) -> list[_Piece]:
+        start, stop = row.start, row.start + len(row.tokens)
         first_end = (start // _PIECE_TOKENS + 1) * _PIECE_TOKENS
         bounds = pairwise([start, *range(first_end, stop, _PIECE_TOKENS), stop])
-        return [_Piece(start=lo, stop=hi, rotation=self._rotation(lo, hi)) for lo, hi in bounds]
+        pieces = [_Piece(start=lo, stop=hi, rotation=self._rotation(lo, hi)) for lo, hi in bounds]
+        if row.attend is not None and len(pieces) > 1:
+            raise ProtocolError(
+                f"a row with attention of its own has positions {start} to {stop - 1}: let it end at a multiple of "
+                f"{_PIECE_TOKENS}"
+            )
+        return pieces
 
-    def _run_layer(
-        self, index: int, state: torch.Tensor, piece: _Piece, table: torch.Tensor, memory: PagedMemory
-    ) -> torch.Tensor:
+    def _run_layer(self, index: int, state: torch.Tensor, piece: _Piece, row: Row, memory: PagedMemory) -> torch.Tensor:
         """One layer over the tokens of a piece: `[T, hidden]` to `[T, hidden]`."""
         layer, num_tokens = self._layers[index], len(state)
         num_rotated = self._num_heads + self._num_kv_heads
@@ -151,10 +155,14 @@ class TinyLlama:
         rotated = _rotate(projected[:, :num_rotated], piece.rotation)
         query, key, value = rotated[:, : self._num_heads], rotated[:, self._num_heads :], projected[:, num_rotated:]
         keys, values = memory.plane(index, "k"), memory.plane(index, "v")
+        table = row.page_tables[self.layout.group_of_layer[index]]
         write_pages(keys, key, table, piece.start, PageOrder.NHD)
         write_pages(values, value, table, piece.start, PageOrder.NHD)
         window = self.layout.groups[self.layout.group_of_layer[index]].window
-        mixed = attend(query, keys, values, table, piece.start, order=PageOrder.NHD, window=window)
+        if row.attend is None:
+            mixed = attend(query, keys, values, table, piece.start, order=PageOrder.NHD, window=window)
+        else:
+            mixed = row.attend(index, query)
         state = state + mixed.reshape(num_tokens, -1) @ layer.attention_out
         gate, up = (_norm(state) @ layer.gate_up).chunk(2, -1)
         return state + (F.silu(gate) * up) @ layer.down

@@ -3,10 +3,11 @@
 import time
 from collections import deque
 
+from swapkv.demo.run import AnyRunner
 from swapkv.demo.scenario import Workload
 from swapkv.observe.snapshot import RequestRow, RunSnapshot
 from swapkv.pool import Pool
-from swapkv.schedulers import Phase, Request, Runner
+from swapkv.schedulers import Phase, Request
 
 RATE_WINDOW_S = 1.0
 
@@ -19,11 +20,12 @@ class Watch:
         self._begin_s = time.monotonic()
         self._history: deque[tuple[float, int, int]] = deque()
 
-    def snapshot(self, pool: Pool, runner: Runner) -> RunSnapshot:
+    def snapshot(self, pool: Pool, runner: AnyRunner) -> RunSnapshot:
         """The run as it is now."""
         stats = pool.statistics()
         now_s = time.monotonic()
-        out, into = self._rates(now_s, stats.out.bytes_copied, stats.into.bytes_copied)
+        coming = stats.into.bytes_copied + stats.counters.get("streamed_bytes", 0)
+        out, into = self._rates(now_s, stats.out.bytes_copied, coming)
         scenario = self._workload.scenario
         return RunSnapshot(
             title=f"{scenario.requests} requests on {scenario.gpu_slots} GPU slots",

@@ -4,6 +4,7 @@ from swapkv.schedulers.base import Phase, Plan, RequestView, Scheduler
 from swapkv.schedulers.request import Request
 from swapkv.schedulers.round_robin import RoundRobin, VictimOrder
 from swapkv.schedulers.runner import BatchRow, Handover, Model, Runner
+from swapkv.schedulers.streaming import StreamRunner
 
 __all__ = [
     "BatchRow",
@@ -16,5 +17,6 @@ __all__ = [
     "RoundRobin",
     "Runner",
     "Scheduler",
+    "StreamRunner",
     "VictimOrder",
 ]

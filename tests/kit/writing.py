@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from swapkv import Forward, Pool
+from swapkv.attention.residency import LayerKV
 
 
 def token_bytes(name: str, position: int, layer: int, plane: str, count: int) -> torch.Tensor:
@@ -34,7 +35,7 @@ class Writer:
             tables = forward.page_tables(name)
             start = forward.tokens(name)
             for position in range(start, start + count):
-                self._each_token(tables, name, position, write=True)
+                self._write_token(tables, name, position)
 
     async def check(self, name: str) -> None:
         """A forward without new tokens reads every token (of the windows, for windowed layers) and compares."""
@@ -42,10 +43,31 @@ class Writer:
             await forward.run(lambda: self.read(forward, name))
 
     def read(self, forward: Forward, name: str) -> None:
-        """Compare every token's bytes with what was written."""
-        tables = forward.page_tables(name)
-        for position, owner in enumerate(self.written.get(name, [])):
-            self._each_token(tables, owner, position, write=False, length=forward.tokens(name))
+        """Compare every token's bytes, on the device or in the host tier, with what was written."""
+        layout = self.pool.layout
+        for layer in range(layout.num_layers):
+            names = [plane.name for plane in layout.planes[layer]]
+            kv = forward.layer_kv(name, layer, [self.pool.memory.plane(layer, plane) for plane in names])
+            window = layout.groups[layout.group_of_layer[layer]].window
+            for position, owner in enumerate(self.written.get(name, [])):
+                if window is None or position >= forward.tokens(name) - window:
+                    self._compare(kv, names, owner, position)
+
+    def _compare(self, kv: LayerKV, names: list[str], owner: str, position: int) -> None:
+        """One token of one layer, wherever it lies."""
+        page, at = divmod(position, self.pool.layout.page_size)
+        row = int(kv.page_table[page])
+        run = next((run for run in kv.runs if run.first <= page < run.stop), None)
+        assert (row >= 0) != (run is not None), (
+            f"{owner}: page {page} is on the device and in the host tier, or nowhere"
+        )
+        for number, plane in enumerate(names):
+            if run is None:
+                found = kv.planes[number][row, at].contiguous().view(torch.uint8).view(-1)
+            else:
+                found = run.planes[number][page - run.first].view(self.pool.layout.page_size, -1)[at]
+            wanted = token_bytes(owner, position, kv.layer, plane, found.numel())
+            assert torch.equal(found, wanted), f"{owner}: token {position} of layer {kv.layer} is wrong"
 
     def fork(self, parent: str, child: str, max_tokens: int) -> None:
         self.pool.fork(parent, child, max_tokens=max_tokens)
@@ -55,22 +77,12 @@ class Writer:
         self.pool.truncate(name, tokens=tokens)
         del self.written[name][tokens:]
 
-    def _each_token(
-        self, tables: tuple[torch.Tensor, ...], owner: str, position: int, *, write: bool, length: int = 0
-    ) -> None:
+    def _write_token(self, tables: tuple[torch.Tensor, ...], owner: str, position: int) -> None:
         layout = self.pool.layout
         for layer in range(layout.num_layers):
-            group = layout.group_of_layer[layer]
-            window = layout.groups[group].window
-            if not write and window is not None and position < length - window:
-                continue
-            page = int(tables[group][position // layout.page_size])
+            page = int(tables[layout.group_of_layer[layer]][position // layout.page_size])
             assert page >= 0, f"{owner} has no page for position {position}"
             for plane in layout.planes[layer]:
                 place = self.pool.memory.plane(layer, plane.name)[page, position % layout.page_size]
                 bytes_of_token = place.view(torch.uint8).view(-1)
-                wanted = token_bytes(owner, position, layer, plane.name, bytes_of_token.numel())
-                if write:
-                    bytes_of_token.copy_(wanted)
-                else:
-                    assert torch.equal(bytes_of_token, wanted), f"{owner}: token {position} of layer {layer} is wrong"
+                bytes_of_token.copy_(token_bytes(owner, position, layer, plane.name, bytes_of_token.numel()))

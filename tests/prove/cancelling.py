@@ -164,6 +164,29 @@ def _preempted(pool: Pool, writer: Writer, outcome: Outcome) -> None:
     assert outcome.cancelled or outcome.value is PreemptOutcome.OFFLOADED
 
 
+def _spilled(pool: Pool, writer: Writer, outcome: Outcome) -> None:
+    assert pool.state("a") is (SequenceState.GPU_RESIDENT if outcome.cancelled else SequenceState.SPILLED)
+
+
+async def _spilled_before(pool: Pool, writer: Writer) -> None:
+    """`a` is spilled already, whether or not copies are held afterwards."""
+    device = pool._device
+    assert isinstance(device, HeldDevice)
+    held = not device.open.is_set()
+    device.open.set()
+    await pool.spill("a")
+    if held:
+        device.open.clear()
+
+
+def _resumed_spilled(pool: Pool, writer: Writer, outcome: Outcome) -> None:
+    assert pool.state("a") is (SequenceState.SPILLED if outcome.cancelled else SequenceState.GPU_READY)
+
+
+def _resumed_in_part(pool: Pool, writer: Writer, outcome: Outcome) -> None:
+    assert pool.state("b") is (SequenceState.OFFLOADED if outcome.cancelled else SequenceState.SPILLED)
+
+
 def _resumed(pool: Pool, writer: Writer, outcome: Outcome) -> None:
     assert pool.state("b") is (SequenceState.OFFLOADED if outcome.cancelled else SequenceState.GPU_READY)
 
@@ -279,6 +302,9 @@ def _gone(pool: Pool, writer: Writer, outcome: Outcome) -> None:
 
 SWEEPS = {
     "preempt": Sweep(lambda pool, *_: lambda: pool.preempt("a"), _preempted),
+    "spill": Sweep(lambda pool, *_: lambda: pool.spill("a"), _spilled),
+    "resume of what is spilled": Sweep(lambda pool, *_: lambda: pool.resume("a"), _resumed_spilled, _spilled_before),
+    "resume in part": Sweep(lambda pool, *_: lambda: pool.resume("b", spilled=TOKENS), _resumed_in_part),
     "resume": Sweep(lambda pool, *_: lambda: pool.resume("b"), _resumed),
     "resume waiting for pages": Sweep(_crowded_resume, _both_or_neither, _full),
     "gated restore": Sweep(_gated, _gated_ended),
