@@ -118,6 +118,12 @@ int cudahost_fail(const char *name, long nth, Result code) {
   return at < MAX_RULES;
 }
 
+void cudahost_revive(void) {
+  pthread_mutex_lock(&lock);
+  revive();
+  pthread_mutex_unlock(&lock);
+}
+
 /* Forget rules. */
 void cudahost_forget(void) {
   pthread_mutex_lock(&lock);

@@ -47,6 +47,11 @@ def fail(function: str, nth: int, status: int) -> None:
     assert driver.cudahost_fail(function.encode(), nth, status)
 
 
+def revive() -> None:
+    """Contexts that were lost are as new, as in another process."""
+    driver.cudahost_revive()
+
+
 def forget() -> None:
     """No rules, counts or violations from before."""
     driver.cudahost_reset()

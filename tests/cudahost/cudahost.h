@@ -86,6 +86,9 @@ uint64_t seed_of_stream(int number);
 /* A rule for work that fails while it runs, not where it is given. Holds the lock. */
 Result fails_while_running(const char *what);
 
+/* Contexts are as new, and nothing of what they held is there any more. Holds the lock. */
+void revive(void);
+
 Stream *stream_of(void *handle);
 void end_stream(Stream *stream);
 

@@ -142,6 +142,14 @@ static void drop_memory(int device) {
   }
 }
 
+void revive(void) {
+  for (Allocation *a = allocations; a; a = a->next) a->live = false;
+  for (int device = 0; device < MAX_DEVICES; device++) {
+    contexts[device].sticky = SUCCESS;
+    used[device] = 0;
+  }
+}
+
 Result cuDevicePrimaryCtxRelease_v2(int device) {
   ENTER();
   pthread_mutex_lock(&lock);
