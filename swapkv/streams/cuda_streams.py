@@ -181,6 +181,7 @@ class CudaStream:
         self._device.context.bind()
         while self._work_once():
             pass
+        self._reaper.stop()
 
     def _work_once(self) -> bool:
         # a call per operation, so that an idle thread keeps no operation's tensors alive

@@ -1,4 +1,4 @@
-"""A context that fails for good: the pool breaks and says why, nobody waits for ever, and the process lives on."""
+"""Contexts that fail for good and work that never ends: the pool says why, nobody waits for ever."""
 
 import gc
 import time
@@ -9,14 +9,17 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 import pytest
 
-from swapkv import Pool, PoolBroken, SwapConfig, TransferError, open_pool
+from swapkv import DrainTimeout, Pool, PoolBroken, SwapConfig, TransferError, open_pool
 from swapkv.config import Verify
 from swapkv.streams.cuda_driver import CudaLost
 from tests.cudahost import control
-from tests.cudahost.kernels import LONG_S, KernelDevice, threads_of
+from tests.cudahost.kernels import LONG_S, HeldDevice, KernelDevice, threads_of
 from tests.cudahost.pages import one_page
 from tests.kit.small_pool import small_layout
 from tests.kit.writing import Writer
+
+STUCK: list[KernelDevice] = []
+"""Devices whose memory must stay: their work may go on."""
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +168,40 @@ def test_lost_device_keeps_no_memory_of_the_process() -> None:
     for _ in range(3):
         gc.collect()
     assert tensor() is memory() is context() is None
+
+
+def test_close_with_a_copy_that_is_held_names_its_stream_and_submits_no_more() -> None:
+    device = HeldDevice(name="stuck")
+    STUCK.append(device)
+    out, idle = device.create_stream("out"), device.create_stream("idle")
+    promise, block = device.create_promise(), one_page(device)
+    device.open.clear()
+    running, queued, point = out.gather([block], Verify.NONE), out.gather([block], Verify.NONE), idle.record()
+    assert point.wait(LONG_S)
+    assert device.close(0.0) == ["out"]
+    for event in (running, queued, promise):
+        assert event.query()
+        with pytest.raises(DrainTimeout):
+            event.wait(LONG_S)
+    assert point.wait(0.0)
+    device.open.set()
+    for thread in threads_of(device):
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+    assert control.calls("cuMemcpyBatchAsync_v2") <= 1
+    assert [arena.is_pinned for arena in device.arenas] == [True], "a copy may still come"
+    assert device.close(LONG_S) == ["out"]
+
+
+def test_close_with_a_kernel_behind_a_gate_that_never_opens_names_its_stream() -> None:
+    device = KernelDevice(name="gated")
+    STUCK.append(device)
+    compute, promise = device.create_stream("compute"), device.create_promise()
+    compute.wait(promise)
+    launched = compute.launch(lambda: 7)
+    assert device.close(0.0) == ["compute"]
+    with pytest.raises(DrainTimeout):
+        launched.wait(LONG_S)
+    for thread in threads_of(device):
+        thread.join(LONG_S)
+        assert not thread.is_alive()
