@@ -36,7 +36,8 @@ class BasePool(ABC):
     for a name that is not registered, `ProtocolError` if the sequence's state does not allow it, `PoolClosed` after
     `close`, and `PoolBroken` after a failure that leaves nothing to rely on.
 
-    `memory`: the device pages, by layer and plane. `compute`: the stream of forwards that name no other.
+    `memory`: the device pages, by layer and plane. `device`: what they are on. `compute`: the stream of forwards that
+    name no other.
     """
 
     assumed_bytes_per_s: ClassVar[float] = 10e9
@@ -54,7 +55,7 @@ class BasePool(ABC):
         self.layout = layout
         self.memory = memory
         self.config = config
-        self._device = device
+        self.device = device
         self._core = SwapCore(layout, pages, host_memory.numel(), config)
         bases = [self._core.ledger.base(g) for g in self._core.groups()]
         self._transfers = transfers(layout, memory, HostArena(layout, host_memory), device, config.verify, bases)

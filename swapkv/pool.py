@@ -154,7 +154,7 @@ class Pool(BasePool):
         and when cancelled, the sequence is off the device (or spilled) as before. A spilled sequence may take part in
         forwards meanwhile: what has come is read on the device, the rest in the host tier.
         """
-        return Restoring(self._driver, self._device, events.BeginRestore(SeqId(name), priority, spilled))
+        return Restoring(self._driver, self.device, events.BeginRestore(SeqId(name), priority, spilled))
 
     async def resume(self, name: str, *, priority: int | None = None, spilled: int = 0) -> None:
         """Bring the sequence back and return when all of it (but for `spilled`) is on the device. See `restoring`."""

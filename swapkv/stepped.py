@@ -120,7 +120,7 @@ class SteppedPool(BasePool):
             return
         self._closed = True
         self._driver.stop(PoolClosed("the pool is closed: open a new one"))
-        stuck = close_within(self._device, timeout_s)
+        stuck = close_within(self.device, timeout_s)
         if stuck:
             raise DrainTimeout(
                 f"closing the pool: {', '.join(stuck)} did not end within {timeout_s} s; their threads are left behind "

@@ -193,7 +193,7 @@ def test_split_checksums_gives_each_rank_its_own() -> None:
 
 def test_promises_are_kept_and_failed_on_every_rank() -> None:
     with scripted(2) as play:
-        rank, device, compute = play.ranks[1], play.pool._device, play.pool.compute
+        rank, device, compute = play.ranks[1], play.pool.device, play.pool.compute
         assert isinstance(compute, RankStream)
         for error in (None, TransferError("no layer")):
             promise = device.create_promise()
@@ -228,7 +228,7 @@ def test_forward_on_another_stream_waits_for_the_one_before_on_every_rank() -> N
 def test_copy_that_this_rank_does_not_take_is_told_to_nobody() -> None:
     with scripted(2, SwapConfig()) as play:
         play.append("a", 4)
-        play.pool._device.local.close(LONG_S)
+        play.pool.device.local.close(LONG_S)
         play.pool.preempt("a")
         (undone,) = play.pool.poll()
         assert isinstance(undone, commands.ParkUndone)

@@ -193,7 +193,7 @@ async def test_slow_rank_keeps_the_pages_held_until_it_has_ended(pair: GlooPair)
             tasks.start_soon(preempt)
             await anyio.wait_all_tasks_blocked()
             owned = [pages.owned for pages in pool.statistics().pages]
-            for event in list(pool._device.link._pending.values()):
+            for event in list(pool.device.link._pending.values()):
                 await anyio.to_thread.run_sync(event.local.wait)
             # another order goes there and back after the copies: had rank 1 ended them, it would have said so
             await writer.order("nothing")

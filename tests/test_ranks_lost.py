@@ -47,7 +47,7 @@ def test_rank_that_takes_no_messages_is_lost_though_it_says_that_it_lives() -> N
         taken = threading.Event()
         channel.send = lambda frame, timeout_s: taken.wait()  # type: ignore[method-assign, assignment, return-value]
         for _ in range(8):
-            play.pool._device.create_promise()
+            play.pool.device.create_promise()
         play.is_lost()
         taken.set()
         with pytest.raises(RankLost, match="it has not taken 4 messages"):
@@ -161,6 +161,6 @@ def test_ranks_that_say_good_bye_close_the_pool_cleanly_and_once() -> None:
             assert rank.hear(Close).timeout_ms == 8000
             rank.say(Bye(()))
         closed.result(LONG_S)
-        assert play.pool._device.close(LONG_S) == []
+        assert play.pool.device.close(LONG_S) == []
         with pytest.raises(PoolClosed):
             play.pool.poll()

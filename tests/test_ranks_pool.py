@@ -319,7 +319,7 @@ async def test_lost_rank_stops_the_pool_before_what_waits_for_it_is_let_go() -> 
     groups = memory_ranks(2)
     ScriptedRank(groups[1]).hello(LAYOUT, [PAGES] * 2, HOST_BYTES)
     async with open_ranked_pool(LAYOUT, ranks=groups[0], num_pages=PAGES, host_bytes=HOST_BYTES) as pool:
-        link = pool._device.link
+        link = pool.device.link
         release, stopped = link.release, []
         waiter = pool._driver.waiters.add("event", "the loss")
 

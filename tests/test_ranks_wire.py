@@ -112,7 +112,7 @@ def test_wire_carries_every_field_of_a_copy() -> None:
 def test_workers_are_told_of_whatever_moves_bytes() -> None:
     """A method that is added to `Transfers` has to be mirrored, or said here to be of one rank."""
     public = {name for name in vars(Transfers) if not name.startswith("_")}
-    assert public - {"rows"} == {name for name in vars(RankTransfers) if not name.startswith("_")}
+    assert public - {"rows", "host_pages"} == {name for name in vars(RankTransfers) if not name.startswith("_")}
     for mirrored, protocol in ((RankStream, ComputeStream), (RankDevice, Device), (RankPromise, Promise)):
         wanted = {name for base in protocol.__mro__ for name in vars(base) if not name.startswith("_")}
         assert wanted - {"name"} <= set(vars(mirrored))

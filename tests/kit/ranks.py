@@ -343,7 +343,7 @@ class Scripted:
     def __init__(self, pool: RankedSteppedPool, ranks: dict[int, ScriptedRank]) -> None:
         self.pool = pool
         self.ranks = ranks
-        self.link = pool._device.link
+        self.link = pool.device.link
 
     def append(self, name: str, tokens: int) -> None:
         """A forward; every rank's part of it is over at once."""

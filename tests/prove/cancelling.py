@@ -170,7 +170,7 @@ def _spilled(pool: Pool, writer: Writer, outcome: Outcome) -> None:
 
 async def _spilled_before(pool: Pool, writer: Writer) -> None:
     """`a` is spilled already, whether or not copies are held afterwards."""
-    device = pool._device
+    device = pool.device
     assert isinstance(device, HeldDevice)
     held = not device.open.is_set()
     device.open.set()

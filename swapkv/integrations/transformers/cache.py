@@ -15,6 +15,7 @@ from swapkv.fsm.queries import SequenceState
 from swapkv.integrations.transformers.attention import CACHE_ATTENTION_NAME, Call, Ticket
 from swapkv.integrations.transformers.layer import CacheLayer
 from swapkv.integrations.transformers.step import Step
+from swapkv.integrations.transformers.streaming import Streaming
 from swapkv.stepdriver import News
 from swapkv.stepped import SteppedPool
 
@@ -35,7 +36,8 @@ class SwapKVCache(Cache):
     A call of the model is one forward of the pool, over all rows. It begins when layer 0 attends and ends when the last
     layer has. One that raises, or does not come to its last layer, is void: its tokens do not count, and the cache can
     be used as if it had not been. Between forwards, also within `generate` (a logits processor, a streamer), rows may be
-    preempted and restored, here or through the pool.
+    preempted and restored, here or through the pool. A row may also go on while its first tokens are in host memory
+    (`spill`): attention reads them through a ring of staging buffers, with the same bits.
     If one raises `PagesExhausted` within `generate`, what it had generated is lost to its caller but not to the cache:
     make room, then go back with `crop` or `reset`, and call again. `make_room` below avoids that.
     Padding is neither stored nor seen: rows hold only the tokens that `attention_mask` names, so left, right and inner
@@ -52,13 +54,15 @@ class SwapKVCache(Cache):
         step_tokens: int | None = None,
         priority: int = 0,
         timeout_s: float = TIMEOUT_S,
+        ring_depth: int = 2,
         make_room: Callable[[Mapping[str, int]], object] | None = None,
         on_news: Callable[[News], object] | None = None,
     ) -> None:
         """Register a sequence for each row. The pool's layout is `layout_of(model.config, …)`.
 
         `max_tokens`: of a row, without padding. `step_tokens`: the most that one forward adds to it, see
-        `BasePool.register`. `timeout_s`: how long copies may take when this cache waits for them. `make_room`: is called
+        `BasePool.register`. `timeout_s`: how long copies may take when this cache waits for them. `ring_depth`: staging
+        buffers for what is spilled, 256 tokens of one layer each, allocated with the first `spill`. `make_room`: is called
         with the new tokens by row when the pool lacks pages for them, to begin preempts of other sequences (see
         `BasePool.victims_for`); the forward waits for those, and is tried once more. `on_news`: is told what this
         cache's polls of the pool bring, so that a scheduler of the same pool misses nothing.
@@ -71,6 +75,8 @@ class SwapKVCache(Cache):
         self._max_tokens = max_tokens
         self._priority = priority
         self._timeout_s = timeout_s
+        self._ring_depth = ring_depth
+        self._streaming: Streaming | None = None
         self._make_room = make_room
         self._on_news = on_news
         self._real = torch.zeros(len(names), 0, dtype=torch.bool)
@@ -123,6 +129,27 @@ class SwapKVCache(Cache):
         dropped = any(self._pool.state(name) is SequenceState.EVICTED for name in self._names)
         return PreemptOutcome.RECOMPUTE if dropped else PreemptOutcome.OFFLOADED
 
+    def spill(self, tokens: int | None = None) -> None:
+        """Let all rows go on while their first `tokens` tokens (None: all), as far as they fill chunks, leave the device.
+
+        Layers with a window keep theirs. `restore` brings the tokens back. Void a forward that was left open.
+        Raises `HostTierFull` if the host tier has no room, `TransferError` if a copy failed, `DrainTimeout` if one takes
+        too long. Rows that have spilled stay so: ask again, or `restore`.
+        """
+        self.void()
+        if self._streaming is None:
+            self._streaming = Streaming(self._pool.device, self._pool.memory, self._ring_depth)
+        try:
+            for name in self._names:
+                self._pool.spill(name, tokens=tokens)
+        except BudgetExhausted:
+            for name in self._names:
+                self._pool.cancel_preempt(name)
+            self._drain()
+            raise
+        news = self._drain()
+        _raise_first(item.cause for item in news if isinstance(item, ParkUndone) and item.sequence in self._names)
+
     def restore(self) -> None:
         """Bring all rows back, and return when their KV is on the device.
 
@@ -165,8 +192,8 @@ class SwapKVCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last columns, such as drafts that were rejected: `tokens_to_remove` is minus their number.
 
-        Raises `ProtocolError` for a number above 0 or more columns than there are, and where a window has moved on by
-        more than `layout_of(truncate_slack=…)`; rows cut before that one have lost these columns then.
+        Raises `ProtocolError` for a number above 0 or more columns than there are, for tokens that are spilled, and where
+        a window has moved on by more than `layout_of(truncate_slack=…)`; rows cut before that one have lost these columns.
         """
         self.void()
         keep = self.columns + tokens_to_remove
@@ -311,7 +338,14 @@ class SwapKVCache(Cache):
                 raise WouldBlock(f"{late} wait for pages to come back to: preempt or finish other sequences")
 
     def _enter(self, appends: dict[str, int], fresh: torch.Tensor) -> Step:
-        return Step(self._pool.forward(appends), self._pool.memory, self._names, fresh, self._timeout_s)
+        forward = self._pool.forward(appends)
+        return Step(forward, self._pool.memory, self._names, fresh, self._timeout_s, self._streaming_of_rows())
+
+    def _streaming_of_rows(self) -> Streaming | None:
+        """What reads host memory, if a row is spilled, be it through the pool."""
+        if self._streaming is None and any(self._pool.state(n) is SequenceState.SPILLED for n in self._names):
+            self._streaming = Streaming(self._pool.device, self._pool.memory, self._ring_depth)
+        return self._streaming
 
     def _fresh(self, call: Call) -> torch.Tensor:
         """Which columns of the call hold tokens, bool `[B, T]`."""

@@ -58,17 +58,12 @@ class PagedKV:
         softcap: float | None,
     ) -> torch.Tensor:
         """Store the new tokens' KV in `layer` and attend. Shapes, numbers and errors as in `write_pages`, `attend`."""
-        if self.wait_layer is not None:
-            self.wait_layer(layer)
-        table = self.page_tables[self.memory.layout.group_of_layer[layer]]
-        keys, values = self.memory.plane(layer, "k"), self.memory.plane(layer, "v")
-        write_pages(keys, key, table, self.start, PageOrder.NHD)
-        write_pages(values, value, table, self.start, PageOrder.NHD)
+        self.write(layer, key, value)
         return attend(
             query,
-            keys,
-            values,
-            table,
+            self.memory.plane(layer, "k"),
+            self.memory.plane(layer, "v"),
+            self.page_tables[self.memory.layout.group_of_layer[layer]],
             self.start,
             order=PageOrder.NHD,
             window=self.window(layer),
@@ -76,6 +71,14 @@ class PagedKV:
             softcap=softcap,
             split_tokens=self.split_tokens,
         )
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the new tokens' KV in `layer`, `[T, Hkv, D]` each."""
+        if self.wait_layer is not None:
+            self.wait_layer(layer)
+        table = self.page_tables[self.memory.layout.group_of_layer[layer]]
+        write_pages(self.memory.plane(layer, "k"), key, table, self.start, PageOrder.NHD)
+        write_pages(self.memory.plane(layer, "v"), value, table, self.start, PageOrder.NHD)
 
 
 def paged_attention(

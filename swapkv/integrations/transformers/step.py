@@ -10,6 +10,7 @@ from swapkv.errors import DrainTimeout, ProtocolError
 from swapkv.forward import Forward
 from swapkv.integrations.transformers.attention import Call
 from swapkv.integrations.transformers.paged import PagedKV, piece_tokens
+from swapkv.integrations.transformers.streaming import Span, Streaming
 from swapkv.streams.memory import PagedMemory
 
 
@@ -29,7 +30,8 @@ class Row:
 class Step:
     """A forward of the pool between its grant and its end. Its layers attend in order, each once.
 
-    `fresh`: bool `[B, T]`, the columns of the call that hold tokens.
+    `fresh`: bool `[B, T]`, the columns of the call that hold tokens. `streaming`: reads what is in host memory; None:
+    nothing is.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Step:
         names: Sequence[str],
         fresh: torch.Tensor,
         timeout_s: float,
+        streaming: Streaming | None = None,
     ) -> None:
         """Enter `context`, and wait until its stream has come to it: what follows runs on the calling thread.
 
@@ -52,6 +55,8 @@ class Step:
         try:
             _catch_up(forward, timeout_s)
             self._rows = [self._row(forward, name, index) for index, name in enumerate(names) if fresh[index].any()]
+            spans = [Span(name=names[row.index], num_tokens=int(fresh[row.index].sum())) for row in self._rows]
+            self._streamed = None if streaming is None else streaming.step(forward, spans)
         except BaseException:
             self.void()
             raise
@@ -69,13 +74,22 @@ class Step:
         self.next_layer += 1
         batch, heads, columns, _ = call.query.shape
         out = call.query.new_zeros(batch, columns, heads, call.value.shape[-1])
-        for row in self._rows:
+        for at, row in enumerate(self._rows):
             parts = (part[row.index][:, row.columns].transpose(0, 1) for part in (call.query, call.key, call.value))
-            out[row.index][row.columns] = row.pages.attend(layer, *parts, scale=call.scale, softcap=call.softcap)
+            query, key, value = parts
+            how = {"scale": call.scale, "softcap": call.softcap}
+            if self._streamed is None:
+                mixed = row.pages.attend(layer, query, key, value, **how)
+            else:
+                row.pages.write(layer, key, value)
+                mixed = self._streamed.attend(layer, at, query, **how)
+            out[row.index][row.columns] = mixed
         return out
 
     def end(self) -> None:
         """All layers have attended: the tokens count."""
+        if self._streamed is not None:
+            self._streamed.end()
         self._context.__exit__(None, None, None)
 
     def void(self) -> None:
