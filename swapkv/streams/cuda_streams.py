@@ -63,8 +63,6 @@ class CudaStream:
 
     def wait(self, event: Event) -> None:
         """See `Stream.wait`. Before the first copy, raises `ProtocolError` for an event that is none of CUDA's."""
-        if isinstance(event, CudaEvent) and event.timeline is self._timeline:
-            return
         with self._intake:
             self._require_open()
             if self._submitter is None:
@@ -148,7 +146,7 @@ class CudaStream:
         gates = self._device.gates
         with self._device.context:
             if isinstance(event, CudaEvent):
-                if not event.timeline.order(event.number, self._wait_on_device):
+                if not self._order_after(event):
                     event.timeline.when_over(event.number, gates.shut(self.handle))
             elif isinstance(event, CudaPromise):
                 if not event.query():
@@ -158,6 +156,10 @@ class CudaStream:
                     f"stream {self.name!r} cannot wait for a {type(event).__name__}: wait for events of CUDA streams, "
                     "or for a promise of this device that you set"
                 )
+
+    def _order_after(self, event: CudaEvent) -> bool:
+        """Have the stream wait for an event; its own are in order as it is. False: the work is not submitted yet."""
+        return event.timeline is self._timeline or event.timeline.order(event.number, self._wait_on_device)
 
     def _wait_on_device(self, cuda_event: object) -> None:
         self._device.context.call(cu.cuStreamWaitEvent, self.handle, cuda_event, 0)
@@ -206,7 +208,7 @@ class CudaStream:
             try:
                 if isinstance(event, CudaEvent):
                     event.timeline.wait_submitted(event.number)
-                    event.timeline.order(event.number, self._wait_on_device)
+                    self._order_after(event)
                     event.raise_failure()
                     self._unreached = [each for each in (*self._unreached, event) if not each.query()]
                 else:

@@ -135,6 +135,22 @@ def test_failed_gate_fails_the_next_copy_and_only_that_one() -> None:
         assert block.regions[0].pages[1].eq(NEW).all()
 
 
+@pytest.mark.parametrize("own", ["own", "another stream's"])
+def test_copy_that_waits_for_one_that_failed_is_not_run(own: str) -> None:
+    with opened(KernelDevice()) as device:
+        into, block = device.create_stream("in"), one_page(device)
+        block.host[0].fill_(NEW)
+        first = into if own == "own" else device.create_stream("out")
+        control.fail("cuMemcpyBatchAsync_v2", 1, control.OUT_OF_MEMORY)
+        failed = first.gather([block], Verify.NONE)
+        into.wait(failed)
+        refused, following = into.scatter([block], Verify.NONE), into.scatter([block], Verify.NONE)
+        with pytest.raises(TransferError, match="was not run: an event that it waits for failed"):
+            refused.wait(LONG_S)
+        assert isinstance(refused.error.__cause__, CudaError)
+        assert following.wait(LONG_S)
+
+
 def test_kernel_behind_a_gate_that_fails_runs_and_its_output_is_dropped() -> None:
     with opened(KernelDevice()) as device:
         compute, gate, ran = device.create_stream("compute"), device.create_promise(), threading.Event()
