@@ -23,6 +23,7 @@ from swapkv.demo.report_text import print_report
 from swapkv.demo.scenario import MEGABYTE, Mode, Scenario, Workload
 from swapkv.demo.tiny_llama import TinyLlama
 from swapkv.demo.watch import Watch
+from swapkv.doctor import Subject, examine, lacking
 from swapkv.errors import ProtocolError, SwapError
 from swapkv.observe.chrome import write_trace
 from swapkv.observe.live import LiveView
@@ -105,6 +106,35 @@ def demo(model: str, as_json: bool, trace: Path | None, plot: Path | None, compa
         for write in outputs:
             write(observer.recorder)
     sys.exit(0 if report.equal else MISMATCH_EXIT)
+
+
+@main.command(context_settings={"show_default": True})
+@click.option(
+    "--require",
+    "required",
+    type=click.Choice([s.value for s in Subject]),
+    multiple=True,
+    help="Exit with 1 if this is missing; may be given several times.",
+)
+@click.option("--mooncake", metavar="HOST:PORT", help="Also try to reach a Mooncake master.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+def doctor(required: tuple[str, ...], mooncake: str | None, as_json: bool) -> None:  # noqa: FBT001
+    """What this machine offers, what is missing, and what helps.
+
+    Exits with 1 if something is missing that was asked for: by --require, or a Mooncake master by --mooncake.
+    """
+    with _clear_errors():
+        findings = examine(mooncake=mooncake)
+    wanted = [Subject(name) for name in required] + ([Subject.MOONCAKE] if mooncake else [])
+    missing = lacking(findings, wanted)
+    if as_json:
+        found = [attrs.asdict(f, value_serializer=lambda _i, _a, v: getattr(v, "value", v)) for f in findings]
+        click.echo(json.dumps({"findings": found, "lacking": [f.words for f in missing]}, indent=2))
+    else:
+        for finding in findings:
+            mark = "--" if finding.missing else "ok"
+            click.echo(f"{mark}  {finding.subject.value:<9} {finding.words}")
+    sys.exit(MISMATCH_EXIT if missing else 0)
 
 
 @main.group()

@@ -42,7 +42,7 @@ LAYERS = (
         "simulate",
         "ranks",
     ],
-    ("cli", "demo", "bench", "observe", "integrations", "schedulers"),
+    ("cli", "demo", "doctor", "bench", "observe", "integrations", "schedulers"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS)
