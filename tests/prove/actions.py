@@ -144,7 +144,7 @@ def _wishes(world: World, name: str, sequence: Sequence) -> Iterator[Action]:
     worth = (more or world.scenario.late) and here and idle and sequence.tokens
     if goal in (Goal.ACTIVE, Goal.PARKED) and worth and _left(world, "preempt"):
         yield "preempt", name
-    if goal is Goal.PARKED or (goal is Goal.ACTIVE and idle and sequence.spilled):
+    if goal is Goal.PARKED or (goal is Goal.ACTIVE and sequence.spilled):
         yield "restore", name
     if goal in (Goal.ACTIVE, Goal.PARKED) and idle and _left(world, "spill"):
         chunk = world.core.layout.chunk_tokens

@@ -170,13 +170,12 @@ def _spilled(pool: Pool, writer: Writer, outcome: Outcome) -> None:
 
 async def _spilled_before(pool: Pool, writer: Writer) -> None:
     """`a` is spilled already, whether or not copies are held afterwards."""
-    device = pool.device
-    assert isinstance(device, HeldDevice)
-    held = not device.open.is_set()
-    device.open.set()
+    gate: threading.Event = pool.device.open  # type: ignore[attr-defined]
+    held = not gate.is_set()
+    gate.set()
     await pool.spill("a")
     if held:
-        device.open.clear()
+        gate.clear()
 
 
 def _resumed_spilled(pool: Pool, writer: Writer, outcome: Outcome) -> None:

@@ -18,7 +18,7 @@ SPILLS = (
     ),
     Scenario(
         name="spill by layers",
-        about="spills and restores of a part, layer by layer, a fault and a cancel",
+        about="spills and restores of a part, layer by layer, and a fault",
         layout=TWO_LAYERS,
         pages=(3,),
         host_chunks=8,
@@ -26,7 +26,7 @@ SPILLS = (
         targets={"a": (3, 4)},
         gates=True,
         in_order=True,
-        budget={"spill": 1, "fault": 1, "cancel": 1},
+        budget={"spill": 1, "fault": 1},
         begun=(*registered("a"), *grown(1, "a"), *parked("a")),
     ),
     Scenario(

@@ -346,6 +346,7 @@ LONG = {
         _longer("hang, two preempts", "hang", budget={"preempt": 2}),
         _longer("scarce host, two preempts", "scarce host", budget={"preempt": 2}),
         _longer("queue, cancel", "queue", budget={"cancel": 1}),
+        _longer("spill by layers, cancel", "spill by layers", budget={"cancel": 1}),
         _longer("spill, any order", "spill", in_order=False, late=True, budget={"preempt": 1}),
         _longer("spill and forks, any order", "spill and forks", in_order=False, budget={"cancel": 1, "spill": 1}),
     )
