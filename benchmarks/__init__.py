@@ -1,0 +1,1 @@
+"""Benchmarks that need a machine of their own."""

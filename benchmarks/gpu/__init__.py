@@ -1,0 +1,1 @@
+"""Everything that has to be seen on a GPU: `python -m benchmarks.gpu.run_all`."""

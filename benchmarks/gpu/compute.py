@@ -1,0 +1,145 @@
+"""What only a GPU can show: kernels beside copies, gates before kernels, attention kernels and streaming."""
+
+from collections.abc import Iterator
+from statistics import median
+from time import perf_counter, sleep
+
+import anyio
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from benchmarks.gpu.rows import MakeDevice, Row, on, wait_for_torch
+from swapkv.config import SwapConfig, Verify
+from swapkv.ids import GroupId, LayerId
+from swapkv.layout import KVLayout, PageOrder
+from swapkv.pool import open_pool
+from swapkv.streams.base import Block, Region
+from swapkv.streams.cuda import CudaDevice
+from swapkv.streams.cuda_reaper import CudaOperation
+from swapkv.streams.host import Work
+
+SLOWED_MAX = 0.03
+REPEATS = 7
+ERROR_MAX = 2e-3
+
+
+def overlap(make: MakeDevice) -> Iterator[Row]:
+    """Matrix products, alone and while pages cross the link both ways: how much slower they get."""
+    device = make()
+    try:
+        left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        memory, host = device.allocate(512 << 20), device.allocate_pinned(256 << 20)
+        region = Region(layer=LayerId(0), name="pages", pages=memory.view(-1, 128 << 10))
+        pages = torch.arange(2048) * 2
+        block = Block(regions=[region], pages=pages, host=[host.view(2048, 128 << 10)])
+        out, into = device.create_stream("out"), device.create_stream("in")
+        alone, beside = [], []
+        for _ in range(REPEATS):
+            alone.append(_products(left, right))
+            copies = [out.gather([block], Verify.NONE) for _ in range(4)] + [
+                into.scatter([block], Verify.NONE) for _ in range(4)
+            ]
+            beside.append(_products(left, right))
+            for copy in copies:
+                copy.wait()
+        slowed = median(beside) / median(alone) - 1
+        yield Row("overlap", "matrix products while both links are busy, slowed by", slowed, "", slowed < SLOWED_MAX)
+    finally:
+        device.close(10.0)
+
+
+def _products(left: torch.Tensor, right: torch.Tensor) -> float:
+    wait_for_torch()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(10):
+        left @ right
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+class _SlowDevice(CudaDevice):
+    """Every copy towards the device is submitted late."""
+
+    def execute(self, operation: CudaOperation) -> None:
+        if operation.work is Work.SCATTER:
+            sleep(0.02)
+        super().execute(operation)
+
+
+def gates(make: MakeDevice) -> Iterator[Row]:
+    """Kernels behind a layer's gate read what a deliberately slow restore brings, never what was there before."""
+    good = anyio.run(_gated)
+    yield Row("gates", "kernels behind the gates of a slow restore", "equal" if good else "DIFFERENT", ok=good)
+
+
+async def _gated() -> bool:
+    layout = KVLayout.dense(num_layers=4, num_kv_heads=2, head_dim=64, page_size=16, chunk_tokens=64)
+    config = SwapConfig(segment_bytes=1)
+    host_bytes = 8 * layout.chunk_bytes(GroupId(0))
+    async with open_pool(layout, num_pages=32, host_bytes=host_bytes, device=_SlowDevice(), config=config) as pool:
+        pool.register("a", max_tokens=256)
+        with pool.forward_nowait({"a": 256}) as forward, on(forward.stream):
+            for layer in range(4):
+                for plane in "kv":
+                    pool.memory.plane(layer, plane).normal_()
+        wait_for_torch()
+        with pool.forward_nowait({"a": 0}) as forward:
+            rows = forward.page_tables("a")[0].cuda()
+        before = [pool.memory.plane(layer, plane)[rows].clone() for layer in range(4) for plane in "kv"]
+        wait_for_torch()
+        await pool.preempt("a")
+        for layer in range(4):
+            for plane in "kv":
+                pool.memory.plane(layer, plane).fill_(torch.nan)
+        wait_for_torch()
+        seen = []
+        async with pool.restoring("a") as coming, pool.forward({"a": 0}) as forward:
+            rows = forward.page_tables("a")[0].cuda()
+            for layer in range(4):
+                coming.gate(layer, forward.stream)
+                with on(forward.stream):
+                    seen += [pool.memory.plane(layer, plane)[rows].clone() for plane in "kv"]
+        wait_for_torch()
+        return all(torch.equal(a, b) for a, b in zip(before, seen, strict=True))
+
+
+def decode_kernel(make: MakeDevice) -> Iterator[Row]:
+    """The Triton kernel over pages, against torch's attention over the same KV in one piece."""
+    from swapkv.attention.triton_decode import decode
+
+    batch, heads, kv_heads, dim, length, page = 8, 32, 8, 128, 8192, 16
+    pages = batch * length // page
+    query = torch.randn(batch, heads, dim, device="cuda", dtype=torch.bfloat16)
+    keys, values = (torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    tables = torch.randperm(pages).view(batch, -1)
+    lengths = torch.full((batch,), length)
+    key, value = (
+        plane[tables.cuda()].reshape(batch, length, kv_heads, dim).transpose(1, 2) for plane in (keys, values)
+    )
+
+    def paged() -> torch.Tensor:
+        return decode(query, keys, values, tables, lengths, order=PageOrder.NHD).out
+
+    def whole() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=True)[:, :, 0]
+
+    error = float((paged() - whole().float()).abs().max())
+    yield Row("kernel", "Triton decode over pages: largest difference from SDPA", error, "", error < 20 * ERROR_MAX)
+    times = {name: _kernel_ms(call) for name, call in (("paged", paged), ("whole", whole))}
+    num_bytes = 2 * keys.numel() * keys.element_size()
+    yield Row("kernel", "Triton decode over scattered pages", num_bytes / times["paged"] / 1e6, "GB/s")
+    yield Row("kernel", "SDPA over KV in one piece", num_bytes / times["whole"] / 1e6, "GB/s")
+
+
+def _kernel_ms(call: object) -> float:
+    assert callable(call)
+    taken = []
+    for _ in range(3 + REPEATS):
+        wait_for_torch()
+        begin_s = perf_counter()
+        call()
+        wait_for_torch()
+        taken.append((perf_counter() - begin_s) * 1e3)
+    return median(taken[3:])

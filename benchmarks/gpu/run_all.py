@@ -1,0 +1,105 @@
+"""Every check and benchmark that needs a GPU, in a few minutes: `python -m benchmarks.gpu.run_all [--json FILE]`.
+
+Prints a table and writes a JSON file with date, card, driver and versions. Exits with 1 if a check failed or a figure is
+below what is asked, with 2 if there is no GPU. Needs the repository on PYTHONPATH, torch, cuda-python and what swapkv
+itself needs; nothing else. A part that raises is reported as failed, and the others go on.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import attrs
+import torch
+
+from benchmarks.gpu import checks, compute, copies, latency
+from benchmarks.gpu.rows import MakeDevice, Part, Row
+from swapkv.errors import SwapError
+from swapkv.streams.cuda import CudaDevice
+
+ANYWHERE: Sequence[Part] = (
+    checks.round_trips,
+    checks.reuse_after_cancel,
+    checks.contract,
+    copies.bandwidth,
+    latency.swaps,
+)
+"""Parts that run on any CUDA driver."""
+
+ON_A_GPU: Sequence[Part] = (compute.gates, compute.overlap, compute.decode_kernel)
+"""Parts that launch kernels."""
+
+LIMIT_S = 330.0
+"""No part begins after this."""
+
+
+def run(parts: Sequence[Part], make: MakeDevice, limit_s: float = LIMIT_S) -> Iterator[Row]:
+    """Run the parts in turn."""
+    begin_s = time.monotonic()
+    for part in parts:
+        name = part.__name__
+        if time.monotonic() - begin_s > limit_s:
+            yield Row(name, f"not run: {limit_s:.0f} s were over", "skipped", ok=False)
+            continue
+        part_s = time.monotonic()
+        try:
+            yield from part(make)
+        except Exception as error:
+            traceback.print_exc()
+            yield Row(name, f"{type(error).__name__}: {error}", "FAILED", ok=False)
+        yield Row(name, "took", time.monotonic() - part_s, "s")
+
+
+def machine() -> dict[str, str]:
+    """What the figures are of."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "card": properties.name,
+        "memory": f"{properties.total_memory >> 20} MiB",
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        **{package: _version(package) for package in ("torch", "triton", "cuda-bindings", "cuda-core", "swapkv")},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    for row in rows:
+        mark = {None: "  ", True: "ok", False: "!!"}[row.ok]
+        value = f"{row.value:.3f}" if isinstance(row.value, float) else row.value
+        print(f"{mark}  {row.part:<20} {row.what:<70} {value:>10} {row.unit}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args(arguments)
+    try:
+        CudaDevice().close(10.0)
+    except SwapError as error:
+        print(f"no GPU: {error}", file=sys.stderr)
+        return 2
+    rows = list(run([*ANYWHERE, *ON_A_GPU], CudaDevice))
+    print_table(rows)
+    if options.json is not None:
+        result = {"machine": machine(), "rows": [attrs.asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    return int(any(row.ok is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
