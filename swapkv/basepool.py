@@ -21,7 +21,7 @@ from swapkv.fsm.transitions import ChunkState
 from swapkv.ids import GroupId, Lane, SeqId, StepId
 from swapkv.layout import KVLayout
 from swapkv.statistics import LinkStatistics, PageCounts, PoolStatistics
-from swapkv.streams.base import Device, Stream
+from swapkv.streams.base import Device, ProbedDevice, Stream
 from swapkv.streams.memory import PagedMemory
 from swapkv.tiers.host import HostArena
 from swapkv.transfers import Transfers
@@ -141,6 +141,7 @@ class BasePool(ABC):
             out=_link(core, Lane.OUT),
             into=_link(core, Lane.IN),
             counters=dict(core.counters),
+            ways=self.device.chosen_ways() if isinstance(self.device, ProbedDevice) else (),
         )
 
     def _enter_forward(self, appends: Mapping[str, int], stream: Stream | None) -> tuple[StepId, Stream]:

@@ -121,18 +121,11 @@ def _cuda() -> Iterator[Finding]:
 
 def _describe(device: CudaDevice) -> str:
     """A device, and by run size which way of copying its probe prefers."""
-    from swapkv.streams.cuda_copies import Direction
-    from swapkv.streams.cuda_probe import RUN_BYTES
-
     node = "" if device.numa_node is None else f", NUMA node {device.numa_node}"
-    if not device.rates:
+    ways = device.chosen_ways()
+    if not ways:
         return f"{device.name}: copies are not measured (no memory for the probe), {device.preference.fixed.value} is taken"
-    best = (
-        f"{direction.value} {size >> 10} KiB {rate.way.value} {rate.bytes_per_s / 1e9:.1f} GB/s"
-        for direction in Direction
-        for size in RUN_BYTES
-        for rate in [device.preference.best(direction, size)]
-    )
+    best = (f"{w.direction} {w.run_bytes >> 10} KiB {w.way} {w.bytes_per_s / 1e9:.1f} GB/s" for w in ways)
     return f"{device.name}{node}: fastest for scattered runs: {'; '.join(best)}"
 
 

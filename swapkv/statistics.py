@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import attrs
 
+from swapkv.streams.base import ChosenWay
+
 
 @attrs.frozen(kw_only=True)
 class PageCounts:
@@ -37,7 +39,8 @@ class PoolStatistics:
     """A pool at one moment.
 
     `sequences`: how many are in each state, by name. `counters`: what has happened since the pool was opened, by name
-    (preemptions, restores, failed_in_copies, reclaimed_copies, …).
+    (preemptions, restores, failed_in_copies, reclaimed_copies, …). `ways`: how the device copies scattered pages and
+    what its probe measured; empty for a device without a probe.
     """
 
     pages: tuple[PageCounts, ...]
@@ -47,3 +50,4 @@ class PoolStatistics:
     out: LinkStatistics
     into: LinkStatistics
     counters: Mapping[str, int]
+    ways: tuple[ChosenWay, ...] = ()

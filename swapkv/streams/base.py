@@ -150,6 +150,24 @@ class Device(Protocol):
         """
 
 
+@attrs.frozen
+class ChosenWay:
+    """How a device copies scattered runs of about `run_bytes`, `direction` "out" or "in", and what its probe measured."""
+
+    way: str
+    direction: str
+    run_bytes: int
+    bytes_per_s: float
+
+
+@runtime_checkable
+class ProbedDevice(Protocol):
+    """A device that has several ways to copy scattered pages, and has measured them."""
+
+    def chosen_ways(self) -> tuple[ChosenWay, ...]:
+        """The fastest way for each size and direction that was measured; empty if the way was named by the caller."""
+
+
 @runtime_checkable
 class ComputeStream(Stream, Protocol):
     """A stream that runs Python callables in its order: what a host device computes with."""

@@ -15,6 +15,7 @@ import torch
 from swapkv.errors import DrainTimeout, PoolClosed, ProtocolError
 from swapkv.ids import LayerId
 from swapkv.layout import KVLayout
+from swapkv.streams.base import ChosenWay
 from swapkv.streams.cuda_arrays import pages_of
 from swapkv.streams.cuda_copies import Copies, Direction, Runs, Way
 from swapkv.streams.cuda_driver import (
@@ -28,7 +29,7 @@ from swapkv.streams.cuda_driver import (
     start_driver,
 )
 from swapkv.streams.cuda_events import CudaPromise, Gates
-from swapkv.streams.cuda_probe import CopyRate, Preference, probe
+from swapkv.streams.cuda_probe import RUN_BYTES, CopyRate, Preference, probe
 from swapkv.streams.cuda_reaper import CudaOperation
 from swapkv.streams.cuda_streams import CudaStream
 from swapkv.streams.memory import PagedMemory
@@ -115,6 +116,11 @@ class CudaDevice:
     def rates(self) -> tuple[CopyRate, ...]:
         """What the probe measured; empty if the way was named."""
         return self.preference.rates
+
+    def chosen_ways(self) -> tuple[ChosenWay, ...]:
+        """See `ProbedDevice`."""
+        best = [self.preference.best(direction, size) for direction in Direction for size in RUN_BYTES if self.rates]
+        return tuple(ChosenWay(r.way.value, r.direction.value, r.run_bytes, r.bytes_per_s) for r in best)
 
     @property
     def numa_node(self) -> int | None:

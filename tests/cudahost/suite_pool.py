@@ -195,3 +195,12 @@ def reads_something_else(seed: int) -> bool:
     except AssertionError as error:
         return " reads " in str(error)
     return False
+
+
+async def test_statistics_tell_which_way_the_probe_found_the_fastest() -> None:
+    device = KernelDevice(way=None)
+    async with open_pool(small_layout(), num_pages=8, host_bytes=1 << 14, device=device) as pool:
+        ways = pool.statistics().ways
+    assert {way.direction for way in ways} == {"out", "in"}
+    assert all(way.bytes_per_s > 0 and way.way in {w.value for w in Way} for way in ways)
+    assert len({(way.direction, way.run_bytes) for way in ways}) == len(ways) >= 6
