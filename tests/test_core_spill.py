@@ -312,3 +312,30 @@ def test_restore_that_waits_for_a_chunk_that_leaves_is_not_asked_for_its_pages_f
     stage.come_to_rest()
     assert stage.state("c") is SequenceState.GPU_READY
     stage.reads("c")
+
+
+def test_two_restores_that_wait_for_each_other_go_on_as_the_readme_says() -> None:
+    """A chunk that never had a copy and that a sequence has left to a waiting restore: a limit, and the way out of it."""
+    stage = Stage(pages=5)
+    stage.parked("c", 8)
+    with_tokens(4, stage)
+    stage.fork(A, SeqId("x"), 8)
+    stage.append("x", 3)
+    stage.come_to_rest()
+    assert stage.preempt("x")
+    stage.come_to_rest()
+    assert stage.restore("c", priority=0)
+    assert stage.restore("x", priority=1)
+    assert stage.preempt("a")
+    stage.come_to_rest()
+    assert stage.state("c") is SequenceState.PREFETCHING, "if this no longer holds, README's limit can go"
+    assert stage.do(events.CancelRestore(SeqId("x")))
+    stage.come_to_rest()
+    assert stage.preempt("x")
+    stage.come_to_rest()
+    assert stage.state("c") is SequenceState.GPU_READY
+    stage.reads("c")
+    assert stage.preempt("c")
+    assert stage.restore("x")
+    stage.come_to_rest()
+    stage.reads("x")

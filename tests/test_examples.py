@@ -13,3 +13,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def test_quickstart_runs_and_every_sequence_reaches_its_length(backend: str) -> None:
     main = runpy.run_path(str(EXAMPLES / "quickstart.py"))["main"]
     assert anyio.run(main, backend=backend) == {"a": 128, "b": 128, "c": 128}
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_stream_runs_both_sequences_on_too_few_pages(backend: str) -> None:
+    main = runpy.run_path(str(EXAMPLES / "stream.py"))["main"]
+    assert anyio.run(main, backend=backend) > 0
