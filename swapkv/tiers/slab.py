@@ -54,8 +54,8 @@ class Slab:
         self._discarded = scan.discarded
         self._chunks = {key: Stored(header) for key, header in scan.adopted.items()}
         self._lost_bytes = sum(scan.lost.values())
-        self._quarantine: dict[int, ExtentHeader] = {}
-        taken = [(header.offset, header.extent_bytes) for header in scan.adopted.values()]
+        self._quarantine = {header.offset: header for header in scan.held}
+        taken = [(header.offset, header.extent_bytes) for header in (*scan.adopted.values(), *scan.held)]
         self._extents = SlabExtents(BLOCK_BYTES, options.slab_bytes, [*taken, *scan.lost.items()])
         self._busy: set[ChunkKey] = set()
         self._replaced: dict[ChunkKey, list[Stored]] = {}
@@ -233,6 +233,9 @@ class Slab:
 
     def _commit(self, header: ExtentHeader, payload: memoryview | None, scratch: Scratch) -> ExtentHeader:
         try:
+            for held in self._quarantined(header.key):
+                if held.generation >= header.generation:
+                    self._raise(self._release(held, scratch))
             self._store(header, payload, scratch)
         except BaseException:
             self._release(header, scratch)

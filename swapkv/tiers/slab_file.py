@@ -42,11 +42,13 @@ class ScanDepth(Enum):
 class Scan:
     """What a scan has found. `discarded`: erased extents by reason ("payload": torn; "generation": an older one).
 
-    `lost`: offset and bytes of what could neither be read nor erased; nobody gets these.
+    Nobody gets what could not be read or not be erased: `held` are such extents whose header is known, `lost` is offset and
+    bytes of all others.
     """
 
     adopted: dict[ChunkKey, ExtentHeader] = attrs.field(factory=dict)
     discarded: Counter[str] = attrs.field(factory=Counter)
+    held: list[ExtentHeader] = attrs.field(factory=list)
     lost: dict[int, int] = attrs.field(factory=dict)
 
 
@@ -181,16 +183,16 @@ class SlabScan:
             try:
                 header = ExtentHeader.decode(block, self._superblock, at)
             except (SlabMismatch, ProtocolError) as error:
-                return self._discard(at, BLOCK_BYTES, error.field if isinstance(error, SlabMismatch) else "key")
+                return self._discard(at, None, error.field if isinstance(error, SlabMismatch) else "key")
             try:
                 is_whole = self._depth is ScanDepth.HEADERS or self._checksum(header) == header.checksum
             except DiskFault:
-                self._found.lost[at] = header.extent_bytes
+                self._found.held.append(header)
                 return at + header.extent_bytes
             if is_whole:
                 self._adopt(header)
                 return at + header.extent_bytes
-            return self._discard(at, header.extent_bytes, "payload")
+            return self._discard(at, header, "payload")
         return at + BLOCK_BYTES
 
     def _adopt(self, header: ExtentHeader) -> None:
@@ -201,16 +203,19 @@ class SlabScan:
         else:
             older = header
         if older is not None:
-            self._discard(older.offset, older.extent_bytes, "generation")
+            self._discard(older.offset, older, "generation")
 
-    def _discard(self, at: int, num_bytes: int, reason: str) -> int:
+    def _discard(self, at: int, header: ExtentHeader | None, reason: str) -> int:
         """Erase the header at `at`; where to go on: an extent that keeps its header keeps all its bytes."""
         self._found.discarded[reason] += 1
         try:
             erase(self._file, at, self._scratch)
         except DiskFault:
-            self._found.lost[at] = num_bytes
-            return at + num_bytes
+            if header is None:
+                self._found.lost[at] = BLOCK_BYTES
+                return at + BLOCK_BYTES
+            self._found.held.append(header)
+            return at + header.extent_bytes
         return at + BLOCK_BYTES
 
     def _checksum(self, header: ExtentHeader) -> bytes:

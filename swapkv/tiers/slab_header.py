@@ -220,7 +220,9 @@ class ExtentHeader:
         _require("fingerprint", fingerprint, superblock.fingerprint.digest)
         _require("offset", at, offset)
         if num_bytes < 1 or offset + BLOCK_BYTES + round_up(num_bytes) > superblock.slab_bytes:
-            raise SlabMismatch(f"the header at {offset} says {num_bytes} bytes, past the file's end", field="num_bytes")
+            raise SlabMismatch(
+                f"num_bytes is {num_bytes} in the header at {offset}: none, or past the file's end", field="num_bytes"
+            )
         begin, middle = _HEADER.size, _HEADER.size + tenants
         key = ChunkKey(
             tenant=_decoded(block, begin, tenants, TENANT_BYTES_MAX, "tenant"),
