@@ -1,6 +1,7 @@
 """The slab from its caller's side: what goes in comes back, what is refused is refused whole, nothing waits for ever."""
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -53,13 +54,13 @@ class GatedIo(OsIo):
             self.arrived.release()
             assert self.gate.wait(20)
 
-    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+    def pwrite(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._pass()
-        return super().pwrite(fd, buffer, offset)
+        return super().pwrite(fd, buffers, offset)
 
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+    def pread(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._pass()
-        return super().pread(fd, buffer, offset)
+        return super().pread(fd, buffers, offset)
 
 
 @pytest.mark.parametrize("sync", SyncPolicy)
@@ -374,10 +375,10 @@ def test_probe_writes_and_reads_and_gives_all_back(tmp_path: Path, direct: Direc
 class LyingIo(FaultyIo):
     """Gives other bytes than are in the file."""
 
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        moved = super().pread(fd, buffer, offset)
+    def pread(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        moved = super().pread(fd, buffers, offset)
         if self.is_armed:
-            buffer[moved // 2] ^= 1
+            buffers[0][len(buffers[0]) // 2] ^= 1
         return moved
 
 

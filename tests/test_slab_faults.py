@@ -2,6 +2,7 @@
 
 import errno
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -148,8 +149,8 @@ def test_read_that_fails_is_typed_and_the_chunk_can_be_read_again(path: Path, nu
     io = FaultyIo()
     with opened(path, options_of(depth=1), io) as slab:
         slab.begin_write(write_of(1, 1, 5000)).result(20)
-        for nth in (0, 1):
-            io.arm({("pread", nth): number})
+        for before in ({}, {("pread", 0): -BLOCK_BYTES}):
+            io.arm({**before, ("pread", len(before)): number})
             with pytest.raises(ERRNOS[number]) as raised:
                 fetch(slab, 1)
             assert raised.value.kind == kind_of(number)
@@ -240,10 +241,10 @@ class BadSectorIo(FaultyIo):
         super().__init__()
         self.bad = bad
 
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        if offset <= self.bad < offset + len(buffer):
+    def pread(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset <= self.bad < offset + sum(map(len, buffers)):
             raise OSError(errno.EIO, "bad sector")
-        return super().pread(fd, buffer, offset)
+        return super().pread(fd, buffers, offset)
 
 
 @pytest.mark.parametrize("part", ["header", "payload"])

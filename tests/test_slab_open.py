@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -222,11 +223,11 @@ def test_scan_over_more_than_a_window_adopts_all_and_frees_the_rest(path: Path) 
 
 def test_file_that_is_replaced_while_it_is_opened_is_not_used(made: Path) -> None:
     class ReplacingIo(FaultyIo):
-        def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+        def pread(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             if not self.is_armed:
                 self.is_armed = True
                 made.rename(made.with_name("moved"))
-            return super().pread(fd, buffer, offset)
+            return super().pread(fd, buffers, offset)
 
     with pytest.raises(SlabInUse, match="was replaced while it was opened"):
         Slab(made, fingerprint=FINGERPRINT, options=options_of(), io=ReplacingIo())

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
@@ -64,11 +64,14 @@ class IoPath(Enum):
 
 
 class FileIo(Protocol):
-    """The system calls that a slab needs. Each raises OSError as the system does; reads and writes may fall short."""
+    """The system calls that a slab needs. Each raises OSError as the system does; reads and writes may fall short.
+
+    `buffers` lie one after the other in the file, from `offset` on.
+    """
 
     def open(self, path: Path, flags: int) -> int: ...
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int: ...
-    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int: ...
+    def pread(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+    def pwrite(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
     def fdatasync(self, fd: int) -> None: ...
     def allocate(self, fd: int, num_bytes: int) -> None: ...
     def num_links(self, fd: int) -> int: ...
@@ -81,11 +84,11 @@ class OsIo:
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        return os.preadv(fd, [buffer], offset)
+    def pread(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
 
-    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        return os.pwritev(fd, [buffer], offset)
+    def pwrite(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
@@ -108,6 +111,16 @@ def aligned_buffer(num_bytes: int) -> memoryview:
 def is_aligned(buffer: memoryview) -> bool:
     """Whether `buffer` begins on a block, so that O_DIRECT can use it without a copy."""
     return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]) % ALIGN_BYTES == 0
+
+
+def after(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of `buffers` behind their first `num_bytes`; none of it is empty."""
+    left = []
+    for buffer in buffers:
+        if len(buffer) > num_bytes:
+            left.append(buffer[num_bytes:])
+        num_bytes = max(0, num_bytes - len(buffer))
+    return left
 
 
 def disk_fault(error: OSError, what: str) -> DiskFault:
@@ -146,29 +159,24 @@ class DirectFile:
         self._sync_turn = threading.Lock()
         self._sync_fault: DiskFault | None = None
 
-    def read(self, buffer: memoryview, offset: int, scratch: Scratch) -> None:
-        """Fill `buffer`. Raises `DiskFault` of the kind that happened; then the buffer's bytes mean nothing."""
-        whole = self._whole_bytes(buffer)
-        self._move(self.io.pread, buffer[:whole], offset, "reading")
-        rest = len(buffer) - whole
-        if rest:
-            padded = scratch.take(-(-rest // ALIGN_BYTES) * ALIGN_BYTES)
-            self._move(self.io.pread, padded, offset + whole, "reading")
-            buffer[whole:] = padded[:rest]
-            self._count_copy(rest)
+    def read(self, buffers: Sequence[memoryview], offset: int, scratch: Scratch) -> None:
+        """Fill `buffers` with what is in the file from `offset` on, in one request. All but the last are whole blocks.
+
+        Raises `DiskFault` of the kind that happened; then the buffers' bytes mean nothing.
+        """
+        *before, last = buffers
+        whole, padded = self._split(last, scratch)
+        self._move(self.io.pread, [*before, last[:whole], padded], offset, "reading")
+        last[whole:] = padded[: len(last) - whole]
 
     def write(self, buffer: memoryview, offset: int, scratch: Scratch) -> None:
         """Write `buffer`, with zeros up to the end of its last block. Raises `DiskFault` of the kind that happened;
         then any part of it may be in the file."""
-        whole = self._whole_bytes(buffer)
-        self._move(self.io.pwrite, buffer[:whole], offset, "writing")
+        whole, padded = self._split(buffer, scratch)
         rest = len(buffer) - whole
-        if rest:
-            padded = scratch.take(-(-rest // ALIGN_BYTES) * ALIGN_BYTES)
-            padded[:rest] = buffer[whole:]
-            padded[rest:] = bytes(len(padded) - rest)
-            self._move(self.io.pwrite, padded, offset + whole, "writing")
-            self._count_copy(rest)
+        padded[:rest] = buffer[whole:]
+        padded[rest:] = bytes(len(padded) - rest)
+        self._move(self.io.pwrite, [buffer[:whole], padded], offset, "writing")
 
     def sync(self) -> None:
         """Let everything that is written outlast a loss of power.
@@ -197,25 +205,32 @@ class DirectFile:
         if links == 0:
             raise self._counted(DiskVanished(f"{self.path} was deleted: open a new slab", kind="vanished"))
 
-    def _whole_bytes(self, buffer: memoryview) -> int:
-        """How many bytes of `buffer` can go as they are."""
-        if self.path_taken is IoPath.BUFFERED:
-            return len(buffer)
-        return len(buffer) // ALIGN_BYTES * ALIGN_BYTES if is_aligned(buffer) else 0
+    def _split(self, buffer: memoryview, scratch: Scratch) -> tuple[int, memoryview]:
+        """How many bytes of `buffer` can go as they are, and memory of whole blocks for the others, which counts them."""
+        whole = len(buffer)
+        if self.path_taken is IoPath.DIRECT:
+            whole = whole // ALIGN_BYTES * ALIGN_BYTES if is_aligned(buffer) else 0
+        rest = len(buffer) - whole
+        if rest:
+            with self._lock:
+                self.copied_bytes += rest
+        return whole, scratch.take(-(-rest // ALIGN_BYTES) * ALIGN_BYTES)
 
-    def _move(self, call: Callable[[int, memoryview, int], int], buffer: memoryview, offset: int, what: str) -> None:
-        done = 0
-        while done < len(buffer):
+    def _move(
+        self, call: Callable[[int, Sequence[memoryview], int], int], buffers: list[memoryview], offset: int, what: str
+    ) -> None:
+        total, done = sum(map(len, buffers)), 0
+        while done < total:
             try:
-                moved = call(self.fd, buffer[done:], offset + done)
+                moved = call(self.fd, after(buffers, done), offset + done)
             except OSError as error:
-                raise self._counted(disk_fault(error, f"{what} {len(buffer)} bytes of {self.path}")) from error
+                raise self._counted(disk_fault(error, f"{what} {total} bytes of {self.path}")) from error
             if self.path_taken is IoPath.DIRECT:
                 moved -= moved % ALIGN_BYTES
             if moved <= 0:
                 raise self._counted(
                     DiskShort(
-                        f"{what} {self.path} at {offset}: {done} of {len(buffer)} bytes, then no more. {DiskShort.__doc__}",
+                        f"{what} {self.path} at {offset}: {done} of {total} bytes, then no more. {DiskShort.__doc__}",
                         kind="short",
                     )
                 )
@@ -230,10 +245,6 @@ class DirectFile:
         with self._lock:
             self.failures[kind] += 1
 
-    def _count_copy(self, num_bytes: int) -> None:
-        with self._lock:
-            self.copied_bytes += num_bytes
-
 
 def open_direct(io: FileIo, path: Path, flags: int, mode: DirectMode) -> DirectFile:
     """Open `path` for O_DIRECT if the file system grants it, tried by a read of the first block.
@@ -245,7 +256,7 @@ def open_direct(io: FileIo, path: Path, flags: int, mode: DirectMode) -> DirectF
         fd = -1
         try:
             fd = io.open(path, flags | os.O_DIRECT)
-            io.pread(fd, aligned_buffer(ALIGN_BYTES), 0)
+            io.pread(fd, [aligned_buffer(ALIGN_BYTES)], 0)
             return DirectFile(io, fd, path, IoPath.DIRECT, "")
         except OSError as error:
             if fd >= 0:

@@ -278,13 +278,12 @@ class Slab:
     def _fetch(self, stored: Stored, into: memoryview, scratch: Scratch) -> ExtentHeader:
         header = stored.header
         try:
-            self.file.read(scratch.block, header.offset, scratch)
+            self.file.read([scratch.block, into], header.offset, scratch)
             try:
                 header.require(ExtentHeader.decode(bytes(scratch.block), self._superblock, header.offset))
             except ProtocolError as error:
                 self.file.count("header")
                 raise ChecksumMismatch(f"{header.key}: its header on the disk has changed: {error}") from error
-            self.file.read(into, header.payload_offset, scratch)
             if payload_checksum(into) != header.checksum:
                 self.file.count("checksum")
                 raise ChecksumMismatch(

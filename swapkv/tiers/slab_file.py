@@ -98,7 +98,7 @@ def _read_superblock(file: DirectFile, slab_bytes: int) -> Superblock | None:
     if size < BLOCK_BYTES:
         raise SlabMismatch(f"{file.path} has {size} bytes and is no slab: use another path", field="magic")
     scratch = Scratch()
-    file.read(scratch.block, 0, scratch)
+    file.read([scratch.block], 0, scratch)
     block = bytes(scratch.block)
     return None if block == _ZEROS and size <= slab_bytes else Superblock.decode(block)
 
@@ -152,7 +152,7 @@ class SlabScan:
         num_bytes = min(_WINDOW_BYTES, self._superblock.slab_bytes - begin)
         window = self._window[:num_bytes]
         try:
-            self._file.read(window, begin, self._scratch)
+            self._file.read([window], begin, self._scratch)
         except DiskFault:
             return self._block_at(begin)
         at = begin
@@ -164,7 +164,7 @@ class SlabScan:
     def _block_at(self, begin: int) -> int:
         block = self._scratch.block
         try:
-            self._file.read(block, begin, self._scratch)
+            self._file.read([block], begin, self._scratch)
         except DiskFault:
             self._found.lost[begin] = BLOCK_BYTES
             return begin + BLOCK_BYTES
@@ -222,7 +222,7 @@ class SlabScan:
         digest = xxhash.xxh3_128()
         for at, num_bytes in _pieces(header.payload_offset, header.num_bytes):
             buffer = self._scratch.take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
-            self._file.read(buffer, at, self._scratch)
+            self._file.read([buffer], at, self._scratch)
             digest.update(buffer[:num_bytes])
         return digest.digest()
 

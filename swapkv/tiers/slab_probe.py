@@ -51,7 +51,7 @@ def probe(slab: Slab, *, request_bytes: int = 4 << 20, deadline_ns: int = 30_000
         for back in backs:
             back[:] = bytes(request_bytes)
         write_s = _seconds(_submit(slab, slab.file.write, reserved, stamps, futures), deadline_ns)
-        read_s = _seconds(_submit(slab, slab.file.read, reserved, backs, futures), deadline_ns)
+        read_s = _seconds(_submit(slab, partial(_read, slab), reserved, backs, futures), deadline_ns)
         if any(stamp != back for stamp, back in zip(stamps, backs, strict=True)):
             raise ChecksumMismatch(f"{slab.path}: the probe read other bytes than it wrote: do not use this device")
     finally:
@@ -87,6 +87,10 @@ def _submit(
 
 def _call(call: Callable[[memoryview, int, Scratch], None], buffer: memoryview, offset: int, scratch: Scratch) -> None:
     call(buffer, offset, scratch)
+
+
+def _read(slab: Slab, buffer: memoryview, offset: int, scratch: Scratch) -> None:
+    slab.file.read([buffer], offset, scratch)
 
 
 def _stamp(number: int, num_bytes: int) -> memoryview:

@@ -3,7 +3,7 @@
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -110,6 +110,15 @@ class Ledger:
         assert usage.used_bytes + usage.free_bytes == usage.slab_bytes - BLOCK_BYTES
 
 
+def first(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """The first `num_bytes` of `buffers`."""
+    taken = []
+    for buffer in buffers:
+        taken.append(buffer[:num_bytes])
+        num_bytes = max(0, num_bytes - len(buffer))
+    return [buffer for buffer in taken if len(buffer)]
+
+
 class FaultyIo(OsIo):
     """Makes chosen calls fail. `plan`: (name of the call, which one counted from 0 since `arm`) to an errno, or to a
     negative number: at most so many bytes are moved (0 by None).
@@ -141,13 +150,13 @@ class FaultyIo(OsIo):
         self._limit("open", 1)
         return super().open(path, flags)
 
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        limit = self._limit("pread", len(buffer))
-        return super().pread(fd, buffer[:limit], offset) if limit else 0
+    def pread(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        limit = self._limit("pread", sum(map(len, buffers)))
+        return super().pread(fd, first(buffers, limit), offset) if limit else 0
 
-    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
-        limit = self._limit("pwrite", len(buffer))
-        return super().pwrite(fd, buffer[:limit], offset) if limit else 0
+    def pwrite(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        limit = self._limit("pwrite", sum(map(len, buffers)))
+        return super().pwrite(fd, first(buffers, limit), offset) if limit else 0
 
     def fdatasync(self, fd: int) -> None:
         self._limit("fdatasync", 1)
@@ -173,19 +182,19 @@ class CrashIo(OsIo):
         if self.is_dead:
             raise OSError(errno.EIO, "the machine is off")
 
-    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+    def pread(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._alive()
-        return super().pread(fd, buffer, offset)
+        return super().pread(fd, buffers, offset)
 
-    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+    def pwrite(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._alive()
         if self.writes == self.crash_at:
             self.is_dead = True
             if self.prefix_bytes:
-                super().pwrite(fd, buffer[: self.prefix_bytes], offset)
+                super().pwrite(fd, first(buffers, self.prefix_bytes), offset)
             self._alive()
         self.writes += 1
-        return super().pwrite(fd, buffer, offset)
+        return super().pwrite(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
         self._alive()

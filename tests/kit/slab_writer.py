@@ -9,14 +9,14 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
 from swapkv.errors import DiskTierFull
 from swapkv.tiers.direct_io import DirectMode, OsIo
 from swapkv.tiers.slab import Slab
-from tests.kit.slab import FINGERPRINT, fetch, key_of, options_of, stamped, write_of
+from tests.kit.slab import FINGERPRINT, fetch, first, key_of, options_of, stamped, write_of
 
 CHUNKS = 24
 BLOCKS = 160
@@ -36,14 +36,14 @@ class DyingIo(OsIo):
     def __init__(self, crash_at: int, rng: random.Random) -> None:
         self.crash_at, self.rng, self.writes = crash_at, rng, 0
 
-    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+    def pwrite(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.writes += 1
         if self.writes == self.crash_at:
-            sectors = self.rng.randrange(len(buffer) // SECTOR_BYTES + 1)
+            sectors = self.rng.randrange(sum(map(len, buffers)) // SECTOR_BYTES + 1)
             if sectors:
-                super().pwrite(fd, buffer[: sectors * SECTOR_BYTES], offset)
+                super().pwrite(fd, first(buffers, sectors * SECTOR_BYTES), offset)
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().pwrite(fd, buffer, offset)
+        return super().pwrite(fd, buffers, offset)
 
 
 def offload_for_ever(path: Path, seed: int, crash_at: int) -> None:
