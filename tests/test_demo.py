@@ -15,7 +15,7 @@ from swapkv.demo.compare import prove, time_ways
 from swapkv.demo.report import Report, quantile
 from swapkv.demo.report_text import print_report
 from swapkv.demo.run import RunResult, run
-from swapkv.demo.scenario import Scenario, Workload
+from swapkv.demo.scenario import Mode, Scenario, Workload
 from swapkv.demo.tiny_llama import TinyLlama
 from swapkv.demo.watch import Watch
 from swapkv.demo.ways import Way
@@ -155,7 +155,7 @@ def test_demo_wrong_kv_in_a_timed_run_counts() -> None:
     work = workload()
     good, bad = run_on(work), run_on(work, Corrupting(byte=0, bits=1))
     twin = run_on(work, slots=4)
-    timed = {way: [good] for way in Way}
+    timed = {way: [good] for way in Way.timed(Mode.SWAP)}
     assert Report(workload=work, swapped=good, twin=twin, timed=timed).equal
     assert Report(workload=work, swapped=good, twin=twin, timed=timed | {Way.RECOMPUTING: [bad]}).equal
     for way in (Way.SWAPPING, Way.STOP_THE_WORLD):
@@ -179,10 +179,10 @@ def compared() -> tuple[Report, list[str]]:
 def test_compare_runs_every_way_in_turn(compared: tuple[Report, list[str]]) -> None:
     report, announced = compared
     assert report.equal
-    assert {way: len(runs) for way, runs in report.timed.items()} == dict.fromkeys(Way, 2)
+    assert {way: len(runs) for way, runs in report.timed.items()} == dict.fromkeys(Way.timed(Mode.SWAP), 2)
     assert announced[0].startswith("the twin")
     ways = [text.split(":")[0] for text in announced[1:]]
-    assert ways == [f"timed run {n + 1} of 8, {list(Way)[n % 4].value}" for n in range(8)]
+    assert ways == [f"timed run {n + 1} of 8, {Way.timed(Mode.SWAP)[n % 4].value}" for n in range(8)]
 
 
 def test_compare_ways_differ_in_what_they_should(compared: tuple[Report, list[str]]) -> None:
@@ -215,7 +215,7 @@ def test_report_json_has_the_headline_and_every_run(compared: tuple[Report, list
     ]
     assert (headline["tokens_equal"], headline["bytes_equal"], headline["recomputed_tokens"]) == (True, True, 0)
     assert all(value > 0 for name, value in headline.items() if name.endswith("_per_s"))
-    assert set(report["timed"]) == {way.value for way in Way}
+    assert set(report["timed"]) == {way.value for way in Way.timed(Mode.SWAP)}
     assert report["timed"]["ceiling"]["share_of_ceiling"] == 1.0
     assert report["timed"]["swapping"]["exact_requests"] == [4, 4]
     assert [request["tokens"] for request in report["requests"]] == [20] * 4
@@ -244,7 +244,7 @@ def test_report_text_says_what_each_run_is_and_ends_with_the_verdict(
     assert all(len(line) <= width for line in text.splitlines())
     words = " ".join(text.split())
     assert "tiny-llama-0 wrote noise" in words
-    for way in Way:
+    for way in Way.timed(Mode.SWAP):
         assert f"{way.value} " in words
     assert "only 2 requests on 2 slots" in words
     assert text.splitlines()[-1] == "EXACT: tokens equal, KV bytes equal, 0 tokens recomputed"
