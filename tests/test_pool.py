@@ -134,9 +134,7 @@ async def test_pool_truncated_and_rewritten_tokens_are_not_taken_for_clean() -> 
         await pool.resume("a")
         writer.truncate("a", 6)
         async with pool.forward({"a": 4}) as forward:
-            await forward.run(
-                lambda: [writer._write_token(forward.page_tables("a"), "x", p) for p in range(6, 10)]
-            )
+            await forward.run(lambda: [writer._write_token(forward.page_tables("a"), "x", p) for p in range(6, 10)])
         writer.written["a"].extend(["x"] * 4)
         await pool.preempt("a")
         await pool.resume("a")

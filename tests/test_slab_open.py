@@ -13,7 +13,9 @@ import pytest
 from swapkv.errors import DiskFault, DiskNoSpace, DiskReadOnly, DiskVanished, SlabInUse, SlabMismatch
 from swapkv.tiers.direct_io import DirectMode, IoPath
 from swapkv.tiers.slab import Slab
-from swapkv.tiers.slab_header import BLOCK_BYTES, Fingerprint, Superblock, seal
+from swapkv.tiers.slab_file import ScanDepth
+from swapkv.tiers.slab_header import BLOCK_BYTES, ExtentHeader, Fingerprint, Superblock, payload_checksum, seal
+from swapkv.tiers.slab_types import Write
 from tests.kit.slab import FINGERPRINT, FaultyIo, fetch, key_of, opened, options_of, stamped, write_of
 
 
@@ -202,6 +204,45 @@ def test_scan_does_not_take_a_payload_for_headers(path: Path) -> None:
     with opened(path, options_of()) as slab:
         assert slab.chunks() == [header]
         assert dict(slab.usage().discarded) == {"offset": 2}
+
+
+def test_scan_does_not_look_into_the_payload_of_a_whole_chunk(path: Path) -> None:
+    blocks = 400
+    with opened(path, options_of(512)) as slab:
+        at = slab.reserve(key_of(0), 1, blocks * BLOCK_BYTES).offset
+        superblock = Superblock.decode(path.read_bytes()[:BLOCK_BYTES])
+        real = ExtentHeader(
+            offset=0, key=key_of(2), generation=1, num_bytes=1, checksum=payload_checksum(memoryview(b"1"))
+        )
+        forged = [attrs.evolve(real, offset=at + n * BLOCK_BYTES).encode(superblock) for n in range(1, blocks + 1)]
+    with opened(path, options_of(512, scan=ScanDepth.HEADERS)) as slab:
+        header = slab.begin_write(Write(key=key_of(0), generation=1, payload=b"".join(forged))).result(20)
+        assert header.offset == at
+    with opened(path, options_of(512, scan=ScanDepth.HEADERS)) as slab:
+        assert slab.chunks() == [header]
+
+
+@pytest.mark.parametrize("reason", ["payload", "generation"])
+def test_extent_that_the_scan_cannot_erase_is_kept_from_everybody(path: Path, reason: str) -> None:
+    with opened(path, options_of(direct=DirectMode.NEVER)) as slab:
+        first = slab.begin_write(write_of(1, 1, 5000)).result(20)
+        superblock = Superblock.decode(path.read_bytes()[:BLOCK_BYTES])
+        slab.begin_write(write_of(1 if reason == "generation" else 2, 2, 5000)).result(20)
+    if reason == "generation":
+        patched(path, first.offset, first.encode(superblock))
+    else:
+        patched(path, first.payload_offset, b"?")
+    io = FaultyIo()
+    io.arm({("pwrite", 0): errno.EIO})
+    with opened(path, options_of(), io) as slab:
+        assert dict(slab.usage().discarded) == {reason: 1}
+        assert slab.usage().quarantined_bytes == first.extent_bytes
+        assert slab.usage().used_bytes == 2 * first.extent_bytes
+        slab.begin_delete(key_of(1)).result(20)
+        assert slab.usage().quarantined_bytes == 0
+    with opened(path, options_of()) as slab:
+        assert slab.lookup(key_of(1)) is None
+        assert dict(slab.usage().discarded) == {}
 
 
 def test_scan_over_more_than_a_window_adopts_all_and_frees_the_rest(path: Path) -> None:
