@@ -102,6 +102,14 @@ def test_aligned_buffers_are_used_as_they_are_and_others_are_copied_and_counted(
         assert slab.usage().copied_bytes == 2 * num_bytes + 10, "of the last block only"
 
 
+def test_last_block_of_a_chunk_holds_nothing_of_what_was_written_before(tmp_path: Path) -> None:
+    with opened(tmp_path / "slab", options_of(depth=1)) as slab:
+        slab.begin_write(Write(key=key_of(1), generation=1, payload=b"secret" * 2000)).result(20)
+        header = slab.begin_write(Write(key=key_of(2, tenant="other"), generation=1, payload=b"mine")).result(20)
+    block = (tmp_path / "slab").read_bytes()[header.payload_offset : header.payload_offset + BLOCK_BYTES]
+    assert block == b"mine".ljust(BLOCK_BYTES, b"\0")
+
+
 def test_numpy_arrays_are_written_and_filled(tmp_path: Path) -> None:
     array = np.arange(2 * 3 * 50, dtype=np.float32).reshape(2, 3, 50)
     back = np.zeros_like(array)

@@ -132,6 +132,26 @@ def test_writes_and_reads_that_are_cut_short_go_on_where_they_were(path: Path, d
         assert io.calls["pread"] == 6 + 1
 
 
+class UnevenIo(FaultyIo):
+    """Does what it is asked and says that it did 100 bytes less of the first request."""
+
+    def pread(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return super().pread(fd, buffers, offset) - 100 * (self.calls.get("pread") == 1)
+
+    def pwrite(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return super().pwrite(fd, buffers, offset) - 100 * (self.calls.get("pwrite") == 1)
+
+
+@pytest.mark.parametrize("direct", DirectMode)
+def test_count_that_is_no_whole_block_is_taken_up_where_direct_io_can(path: Path, direct: DirectMode) -> None:
+    io = UnevenIo()
+    with opened(path, options_of(direct=direct), io) as slab:
+        io.arm({})
+        slab.begin_write(write_of(1, 1, 5 * BLOCK_BYTES)).result(20)
+        assert fetch(slab, 1) == stamped(1, 1, 5 * BLOCK_BYTES)
+        assert (io.calls["pwrite"], io.calls["pread"]) == (3, 2)
+
+
 def test_file_that_was_cut_gives_a_short_read_and_the_other_chunks_stay(path: Path) -> None:
     with opened(path, options_of()) as slab:
         for number in (1, 2):

@@ -94,6 +94,7 @@ def test_slab_whose_making_was_interrupted_is_made(path: Path, content: bytes) -
         slab.begin_write(write_of(1, 1, 100)).result(20)
         assert fetch(slab, 1) == stamped(1, 1, 100)
     assert Superblock.decode(path.read_bytes()[:BLOCK_BYTES]).slab_bytes == 32 * BLOCK_BYTES
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_slab_that_is_open_is_refused_to_others_and_free_after_close(made: Path) -> None:

@@ -13,6 +13,7 @@ from swapkv.tiers.direct_io import DirectMode, OsIo, Scratch
 from swapkv.tiers.slab import Slab
 from swapkv.tiers.slab_file import ScanDepth, SyncPolicy
 from swapkv.tiers.slab_header import BLOCK_BYTES, ExtentHeader
+from swapkv.tiers.slab_types import SlabOptions
 from tests.kit.slab import Ledger, key_of, opened, options_of, write_of
 
 SECTOR_BYTES = 512
@@ -57,9 +58,9 @@ class VolatileIo(OsIo):
                 file.write(self.rng.choice(versions))
 
 
-def play(slab: Slab, ledger: Ledger, rng: random.Random) -> None:
+def play(slab: Slab, ledger: Ledger, rng: random.Random, last: int) -> None:
     """Random writes and deletes of three chunks until the power is off."""
-    for generation in range(1, 1000):
+    for generation in range(last + 1, last + 1000):
         number = rng.randrange(3)
         if slab.lookup(key_of(number)) and rng.random() < 0.4:
             ledger.begin_delete(number)
@@ -72,18 +73,29 @@ def play(slab: Slab, ledger: Ledger, rng: random.Random) -> None:
             ledger.settle(number, generation)
 
 
-def cut_power(tmp_path: Path, sync: SyncPolicy, scan: ScanDepth, kind: type[Slab] = Slab, count: int = 150) -> None:
+def live(path: Path, options: SlabOptions, io: VolatileIo, kind: type[Slab], ledger: Ledger, last: int) -> None:
+    """Look at what the slab holds, then play on it."""
+    with opened(path, options, io, kind) as slab:
+        ledger.verify(slab)
+        play(slab, ledger, io.rng, last)
+
+
+def cut_power(
+    tmp_path: Path, sync: SyncPolicy, scan: ScanDepth, kind: type[Slab] = Slab, *, count: int = 60, cuts: int = 4
+) -> None:
+    """For each of `count` seeds a slab whose power is cut `cuts` times; looked at after each."""
     empty, path = tmp_path / "empty", tmp_path / "cut"
     with opened(empty, options_of(BLOCKS)):
         pass
+    options = options_of(BLOCKS, sync=sync, scan=scan, direct=DirectMode.NEVER, depth=1)
     for seed in range(count):
         shutil.copy(empty, path)
         rng, ledger = random.Random(seed), Ledger()
-        io = VolatileIo(rng, rng.randrange(60))
-        options = options_of(BLOCKS, sync=sync, scan=scan, direct=DirectMode.NEVER, depth=1)
-        with opened(path, options, io, kind) as slab, pytest.raises(DiskFault):
-            play(slab, ledger, rng)
-        io.cut(path)
+        for cut in range(cuts):
+            io = VolatileIo(rng, rng.randrange(60))
+            with pytest.raises(DiskFault):
+                live(path, options, io, kind, ledger, cut * 1000)
+            io.cut(path)
         with opened(path, options) as slab:
             ledger.verify(slab)
 
