@@ -1,5 +1,7 @@
 """The slab from its caller's side: what goes in comes back, what is refused is refused whole, nothing waits for ever."""
 
+import fcntl
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -338,6 +340,24 @@ def test_pinned_extent_stays_while_its_chunk_is_replaced_and_a_delete_waits_for_
         assert slab.usage().used_bytes == 0
     with opened(tmp_path / "slab", options_of()) as slab:
         assert slab.chunks() == []
+
+
+def test_pin_that_outlasts_the_slab_writes_to_no_file(tmp_path: Path) -> None:
+    slab = Slab(tmp_path / "slab", fingerprint=FINGERPRINT, options=options_of())
+    slab.begin_write(write_of(1, 1, 100)).result(20)
+    pinned = slab.pin(key_of(1))
+    slab.begin_write(write_of(1, 2, 100)).result(20)
+    slab.close()
+    other = tmp_path / "other"
+    with other.open("w+b") as file:
+        again_used = fcntl.fcntl(file, fcntl.F_DUPFD, slab.file.fd)
+        assert again_used == slab.file.fd, "the number of the closed file stands for another"
+        slab.unpin(pinned)
+        os.close(again_used)
+    assert other.read_bytes() == b""
+    with opened(tmp_path / "slab", options_of()) as again:
+        assert dict(again.usage().discarded) == {"generation": 1}
+        assert fetch(again, 1) == stamped(1, 2, 100)
 
 
 def test_delete_of_a_chunk_that_stays_pinned_gives_up_and_the_chunk_is_there(tmp_path: Path) -> None:

@@ -172,13 +172,17 @@ class Slab:
             return stored
 
     def unpin(self, stored: Stored, scratch: Scratch | None = None) -> None:
-        """Let go of a pin. The last one of an extent that was replaced meanwhile writes a block, to erase it."""
+        """Let go of a pin. The last one of an extent that was replaced meanwhile writes a block, to erase it; after `close`
+        it does not, and the next scan does."""
         with self._lock:
             stored.readers -= 1
             self._idle.notify_all()
             is_last = stored.readers == 0 and stored.is_replaced
-        if is_last:
-            self._retire(stored, scratch or Scratch())
+            if is_last and scratch is None:
+                # Within the lock: `close` must not take the file from under a thread that it does not join.
+                self._retire(stored, Scratch())
+        if is_last and scratch is not None:
+            self._retire(stored, scratch)
 
     def begin_delete(self, key: ChunkKey) -> "Future[None]":
         """Erase a chunk. At once nobody reads it any more; done means that its bytes are free and it does not come back.
