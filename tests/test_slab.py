@@ -347,9 +347,9 @@ def test_pin_that_outlasts_the_slab_writes_to_no_file(tmp_path: Path) -> None:
     slab.begin_write(write_of(1, 1, 100)).result(20)
     pinned = slab.pin(key_of(1))
     slab.begin_write(write_of(1, 2, 100)).result(20)
-    slab.close()
     other = tmp_path / "other"
     with other.open("w+b") as file:
+        slab.close()
         again_used = fcntl.fcntl(file, fcntl.F_DUPFD, slab.file.fd)
         assert again_used == slab.file.fd, "the number of the closed file stands for another"
         slab.unpin(pinned)
