@@ -15,7 +15,7 @@ from tests.prove.world import World
 from tests.prove.worlds import LONG, SHORT, WORLDS
 
 QUICK = {
-    *("turns", "faults", "fork", "fork without a copy", "branches", "reclaim", "gate void", "gate cancel"),
+    *("faults", "fork", "fork without a copy", "branches", "reclaim", "gate void"),
     *("ranks, cancel, fault", "ranks, die", "abort", "refusals"),
 }
 
