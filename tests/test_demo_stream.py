@@ -14,7 +14,9 @@ from swapkv.demo.scenario import Mode, Scenario, Workload
 from swapkv.demo.streaming import ring_bytes
 from swapkv.demo.tiny_llama import TinyLlama
 from swapkv.demo.ways import Way
-from swapkv.errors import PagesExhausted
+from swapkv.errors import PagesExhausted, ProtocolError
+from swapkv.schedulers import StreamRunner
+from swapkv.stepped import open_stepped_pool
 from swapkv.transfers import Transfers
 
 
@@ -80,6 +82,15 @@ def test_timed_ways_of_the_mode_are_exact() -> None:
 def test_too_little_memory_even_for_the_begun_chunks_is_refused_with_the_remedy() -> None:
     with pytest.raises(PagesExhausted, match="run fewer at once"):
         anyio.run(prove, workload(gpu_slots=2, requests=24, slot_tokens=400))
+
+
+def test_layout_with_windows_is_refused_with_the_remedy() -> None:
+    layout = TinyLlama(num_layers=2, windows=[8, None]).layout
+    with (
+        open_stepped_pool(layout, num_pages=64, host_bytes=0) as pool,
+        pytest.raises(ProtocolError, match="use Runner"),
+    ):
+        StreamRunner(pool, lambda forward, rows: list)  # type: ignore[arg-type]
 
 
 def test_command_line_streams() -> None:

@@ -1,4 +1,4 @@
-"""Byte-exact or not: KV of every dtype there and back over scattered pages, reuse after cancels, the drivers' contract."""
+"""Byte-exact or not: KV of every dtype there and back over scattered pages, reuse after cancels, every kind of call."""
 
 from collections.abc import Iterator
 from random import Random
@@ -13,13 +13,12 @@ from swapkv.layout import KVDtype, KVLayout
 from swapkv.pool import Pool, open_pool
 from swapkv.streams.base import Region
 
-DTYPES = (KVDtype.FLOAT32, KVDtype.FLOAT16, KVDtype.BFLOAT16, KVDtype.FLOAT8_E4M3, KVDtype.INT8)
 TOKENS = 24 * 16
 
 
 def round_trips(make: MakeDevice) -> Iterator[Row]:
     """A sequence whose pages lie scattered among those of others leaves and comes back, at every dtype."""
-    for dtype in DTYPES:
+    for dtype in KVDtype:
         layout = KVLayout.dense(num_layers=4, num_kv_heads=2, head_dim=32, dtype=dtype, page_size=16, chunk_tokens=64)
         good = anyio.run(_round_trip, make, layout, SwapConfig(verify=Verify.CRC32))
         yield Row(
@@ -89,10 +88,10 @@ async def _cancelled(make: MakeDevice) -> bool:
         return good
 
 
-def contract(make: MakeDevice) -> Iterator[Row]:
+def every_call(make: MakeDevice) -> Iterator[Row]:
     """Every kind of call, with forks, windows and spills, on a core that checks itself after each."""
     anyio.run(_scenario, make)
-    yield Row("contract", "a life of sequences, the core checked after each step", "holds", ok=True)
+    yield Row("every call", "a life of sequences, the core checked after each step", "holds", ok=True)
 
 
 async def _scenario(make: MakeDevice) -> None:

@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels beside copies, gates before kernels, attention kernels and streaming."""
+"""What only a GPU can show: kernels beside copies, gates before kernels, the decode kernel."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -20,7 +20,7 @@ from swapkv.streams.host import Work
 
 SLOWED_MAX = 0.03
 REPEATS = 7
-ERROR_MAX = 2e-3
+ERROR_MAX = 0.04
 
 
 def overlap(make: MakeDevice) -> Iterator[Row]:
@@ -126,7 +126,7 @@ def decode_kernel(make: MakeDevice) -> Iterator[Row]:
         return F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=True)[:, :, 0]
 
     error = float((paged() - whole().float()).abs().max())
-    yield Row("kernel", "Triton decode over pages: largest difference from SDPA", error, "", error < 20 * ERROR_MAX)
+    yield Row("kernel", "Triton decode over pages: largest difference from SDPA", error, "", error < ERROR_MAX)
     times = {name: _kernel_ms(call) for name, call in (("paged", paged), ("whole", whole))}
     num_bytes = 2 * keys.numel() * keys.element_size()
     yield Row("kernel", "Triton decode over scattered pages", num_bytes / times["paged"] / 1e6, "GB/s")

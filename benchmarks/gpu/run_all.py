@@ -27,7 +27,7 @@ from swapkv.streams.cuda import CudaDevice
 ANYWHERE: Sequence[Part] = (
     checks.round_trips,
     checks.reuse_after_cancel,
-    checks.contract,
+    checks.every_call,
     copies.bandwidth,
     latency.swaps,
 )

@@ -7,7 +7,7 @@ from contextlib import suppress
 import anyio
 import attrs
 
-from swapkv.errors import PagesExhausted, PoolBroken, PoolClosed
+from swapkv.errors import PagesExhausted, PoolBroken, PoolClosed, ProtocolError
 from swapkv.fsm.transitions import ChunkState
 from swapkv.pool import Pool
 from swapkv.schedulers.base import Phase
@@ -22,7 +22,7 @@ class StreamRunner:
     """Runs requests to their end, all of them in every step.
 
     When a step lacks pages, the request with the most chunks on the device spills the oldest of them. `model` has to
-    read what `Forward.layer_kv` says, not page tables alone. For layouts of one layer group without a window.
+    read what `Forward.layer_kv` says, not page tables alone. For one layer group without a window; else `ProtocolError`.
     `on_finish` is awaited for each request when its last token is there. `steps`: forwards so far. `idle_ns`: how long
     none could run because all waited for spills.
     """
@@ -33,6 +33,14 @@ class StreamRunner:
     requests: list[Request] = attrs.field(factory=list, init=False)
     steps: int = attrs.field(default=0, init=False)
     idle_ns: int = attrs.field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        groups = self._pool.layout.groups
+        if len(groups) > 1 or groups[0].window is not None:
+            raise ProtocolError(
+                f"a layout of {len(groups)} layer groups, the first with window={groups[0].window}: this loop spills one "
+                "group without a window; use Runner, or call pool.spill yourself"
+            )
 
     async def run(self, requests: Sequence[Request]) -> None:
         """Run all `requests`, which are new.

@@ -10,7 +10,7 @@ from swapkv.streams.host import Work
 from tests.cudahost.kernels import KernelDevice
 
 
-@pytest.mark.parametrize("part", [checks.round_trips, checks.reuse_after_cancel, checks.contract])
+@pytest.mark.parametrize("part", [checks.round_trips, checks.reuse_after_cancel, checks.every_call])
 def test_check_passes(part: object) -> None:
     rows = list(run([part], KernelDevice))  # type: ignore[list-item]
     assert [row for row in rows if row.ok is False] == []
@@ -55,6 +55,6 @@ def test_part_that_raises_is_reported_and_the_others_go_on() -> None:
     def broken(make: object) -> list[Row]:
         raise ValueError("no such kernel")
 
-    rows = list(run([broken, checks.contract], KernelDevice))  # type: ignore[list-item]
+    rows = list(run([broken, checks.every_call], KernelDevice))  # type: ignore[list-item]
     assert [row.ok for row in rows if row.ok is not None] == [False, True]
     assert "no such kernel" in rows[0].what
