@@ -8,7 +8,7 @@ import torch
 from swapkv.attention.residency import HostRun, LayerKV
 from swapkv.errors import ProtocolError
 from swapkv.fsm.core import SwapCore
-from swapkv.fsm.queries import host_pages
+from swapkv.fsm.queries import HostPages, host_pages
 from swapkv.ids import GroupId, LayerId, SeqId
 from swapkv.streams.base import ComputeStream, Launched, Stream
 from swapkv.transfers import Transfers
@@ -23,6 +23,7 @@ class Forward:
         self.stream = stream
         self._core = core
         self._transfers = transfers
+        self._places: dict[tuple[str, GroupId], tuple[torch.Tensor, list[HostPages]]] = {}
 
     def tokens(self, name: str) -> int:
         """How many tokens the sequence has before this forward."""
@@ -46,7 +47,10 @@ class Forward:
         `LayerKV`). Valid until the end of the forward: until then nobody writes to those pages or host copies.
         """
         core, group = self._core, GroupId(self._core.layout.group_of_layer[layer])
-        found = host_pages(core, SeqId(name), group)
+        if (name, group) not in self._places:  # the same for all layers of a group, and pinned until the forward's end
+            rows = self._transfers.rows(group, core.sequence(SeqId(name)).tables[group].pages)
+            self._places[name, group] = rows, host_pages(core, SeqId(name), group)
+        rows, found = self._places[name, group]
         runs = [
             HostRun(first=at.first, planes=tuple(self._transfers.host_pages(at.slot, LayerId(layer), at.count)))
             for at in found
@@ -56,7 +60,7 @@ class Forward:
             layer=layer,
             version=tuple(at.version for at in found),
             planes=tuple(planes),
-            page_table=self._transfers.rows(group, core.sequence(SeqId(name)).tables[group].pages),
+            page_table=rows,
             runs=tuple(runs),
             value_dim=value_dim,
         )
