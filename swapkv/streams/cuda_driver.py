@@ -117,8 +117,9 @@ def start_driver() -> int:
 class CudaContext:
     """The primary context of one device, the one that torch uses, retained until nobody refers to this object.
 
-    `lost`: why the context is lost for good, once it is. `with context:` makes it current on the calling thread and
-    puts back what was current before.
+    `lost`: why the context is lost for good, once it is; it is then retained for good, for the last one to let go of it
+    frees its memory, which work that nobody can follow may still touch. `with context:` makes it current on the calling
+    thread and puts back what was current before.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -138,7 +139,7 @@ class CudaContext:
         call(cu.cuCtxPopCurrent)
 
     def __del__(self) -> None:
-        if hasattr(self, "_release") and not sys.is_finalizing():  # the end of the process frees it, too
+        if hasattr(self, "_release") and self.lost is None and not sys.is_finalizing():  # its end frees it, too
             self._release(self._device)
 
     def bind(self) -> None:

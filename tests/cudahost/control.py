@@ -106,7 +106,7 @@ def fresh() -> Iterator[None]:
     forget()
     timing(0)
     yield
-    assert violations() == ""
+    assert not violations(), violations()
     timing(0)
 
 

@@ -146,6 +146,7 @@ void revive(void) {
   for (Allocation *a = allocations; a; a = a->next) a->live = false;
   for (int device = 0; device < MAX_DEVICES; device++) {
     contexts[device].sticky = SUCCESS;
+    contexts[device].references = 0;
     used[device] = 0;
   }
 }
