@@ -21,6 +21,7 @@ from swapkv.streams.cuda_copies import Copies, Direction, Runs, Way
 from swapkv.streams.cuda_driver import (
     BatchCopy,
     CudaContext,
+    CudaError,
     CudaLost,
     DeviceMemory,
     EventPool,
@@ -29,6 +30,7 @@ from swapkv.streams.cuda_driver import (
     start_driver,
 )
 from swapkv.streams.cuda_events import CudaPromise, Gates
+from swapkv.streams.cuda_kernel import CopyKernel, MappedMemory
 from swapkv.streams.cuda_probe import RUN_BYTES, CopyRate, Preference, probe
 from swapkv.streams.cuda_reaper import CudaOperation
 from swapkv.streams.cuda_streams import CudaStream
@@ -67,10 +69,11 @@ class _Span:
 class CudaDevice:
     """One GPU; see `Device`. Its primary context is shared with torch and whatever else uses the device.
 
-    `ordinal`: its number in the process. `way`: how scattered pages are copied; None: what a probe of some tens of
-    milliseconds finds to be the fastest for runs of each size. `queue_depth`: the operations that a stream holds at
-    most; the driver itself blocks at about a thousand entries, of which an operation takes some three. `pinned`: how
-    host memory is pinned. `view`: what makes a tensor of device memory; None: torch's own.
+    `ordinal`: its number in the process. `way`: how scattered pages are copied; None: what a probe of some tenths of a
+    second finds to be the fastest for runs of each size, the copy kernel among them if it can be compiled.
+    `queue_depth`: the operations that a stream holds at most; the driver itself blocks at about a thousand entries, of
+    which an operation takes some three. `pinned`: how host memory is pinned. `view`: what makes a tensor of device
+    memory; None: torch's own.
 
     Raises `ProtocolError` if there is no driver, no such device, or it cannot copy in that way.
     """
@@ -96,6 +99,7 @@ class CudaDevice:
         self.name = name or f"cuda:{ordinal}"
         self.queue_depth = queue_depth
         self.context = CudaContext(ordinal)
+        self.mapped = MappedMemory(self.context)
         self.copies = Copies(self.context, BatchCopy.find())
         self.preference = self._prefer(way)
         self.event_pool = EventPool(self.context)
@@ -121,6 +125,11 @@ class CudaDevice:
         """See `ProbedDevice`."""
         best = [self.preference.best(direction, size) for direction in Direction for size in RUN_BYTES if self.rates]
         return tuple(ChosenWay(r.way.value, r.direction.value, r.run_bytes, r.bytes_per_s) for r in best)
+
+    @property
+    def missing_ways(self) -> dict[str, str]:
+        """The ways that this device does not offer, and why."""
+        return {way.value: reason for way, reason in self.copies.missing.items()}
 
     @property
     def numa_node(self) -> int | None:
@@ -269,18 +278,29 @@ class CudaDevice:
         for arena in arenas:
             arena.unpin()
         self._wrapped.clear()
-        del streams
         if self.context.lost is None:
             with self.context:
+                for stream in streams:
+                    stream._release()
                 for handle in self._own:
                     call(cu.cuStreamDestroy, handle)
+            self.copies.close()
             self.event_pool.close()
             self.gates.close()
 
     def _prefer(self, way: Way | None) -> Preference:
+        if way is None or way is Way.KERNEL:
+            self._load_kernel()
         if way is not None:
             return Preference.of(self.copies.require(way))
-        return probe(self.context, self.copies)
+        return probe(self.context, self.copies, self.mapped)
+
+    def _load_kernel(self) -> None:
+        """Without it there are other ways, so what is missing is noted only."""
+        try:
+            self.copies.offer(CopyKernel(self.context, self.mapped))
+        except CudaError as error:
+            self.copies.withdraw(Way.KERNEL, str(error))
 
     def _add(self, stream: CudaStream) -> CudaStream:
         self._streams.append(stream)
@@ -295,8 +315,10 @@ class CudaDevice:
     def _register(self, address: int, num_bytes: int) -> None:
         with self.context:
             self.context.call(cu.cuMemHostRegister, address, num_bytes, _REGISTER_PORTABLE_AND_MAPPED)
+            self.mapped.add(address, num_bytes)
 
     def _unregister(self, address: int) -> None:
+        self.mapped.remove(address)
         if self.context.lost is None:
             with self.context:
                 self.context.call(cu.cuMemHostUnregister, address)

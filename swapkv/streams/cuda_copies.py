@@ -1,22 +1,19 @@
-"""Scattered pages, moved by the driver: planned with numpy, and submitted in one of several ways.
+"""Scattered pages on their way: planned with numpy, and submitted to the driver in one of several ways.
 
 Which way is best depends on the size of the runs, the driver and the card, so `cuda_probe` measures them at the start.
 """
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TypeAlias
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from swapkv.errors import ProtocolError
 from swapkv.ids import PhysicalPages
 from swapkv.streams.base import Block, Region
 from swapkv.streams.cuda_driver import BatchCopy, CudaContext, DeviceMemory, cu
-
-Addresses: TypeAlias = NDArray[np.uint64]
+from swapkv.streams.cuda_kernel import Addresses, CopyKernel, Tables
 
 STAGING_BYTES = 4 << 20
 
@@ -30,6 +27,9 @@ class Way(Enum):
     """One call a run, `cuMemcpyAsync`: any driver."""
     STAGED = "staged"
     """Through contiguous device memory: scattered within the device, in few pieces over the link."""
+    KERNEL = "kernel"
+    """By threads of the device, which touch pinned host memory in place. Memory that is not pinned for this device goes
+    as by `BATCH`."""
 
 
 class Direction(Enum):
@@ -107,29 +107,48 @@ class Copies:
     def __init__(self, context: CudaContext, batch: BatchCopy | None) -> None:
         self._context = context
         self._batch = batch
+        self._kernel: CopyKernel | None = None
+        self.missing = {Way.KERNEL: "its kernel was not asked for"}
+        if batch is None:
+            self.missing[Way.BATCH] = "this driver has no cuMemcpyBatchAsync: update it to CUDA 12.8"
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """What this driver can do, the likely best one first."""
-        return tuple(way for way in Way if way is not Way.BATCH or self._batch is not None)
+        """What this device can do, the likely best one first; `missing` says why not the others."""
+        return tuple(way for way in Way if way not in self.missing)
 
     def require(self, way: Way) -> Way:
-        """`way` itself. Raises `ProtocolError` if the driver cannot do it."""
-        if way not in self.ways:
-            raise ProtocolError(
-                f"way={way.value!r}: this driver has no cuMemcpyBatchAsync: update it to CUDA 12.8, or take another way "
-                f"of {[way.value for way in self.ways]}"
-            )
+        """`way` itself. Raises `ProtocolError` if the device cannot do it."""
+        if way in self.missing:
+            others = [way.value for way in self.ways]
+            raise ProtocolError(f"way={way.value!r}: {self.missing[way]}; or take another way of {others}")
         return way
 
-    def move(self, direction: Direction, way: Way, runs: Runs, stream: int, staging: "Staging | None" = None) -> None:
-        """Give all runs to `stream`. On a thread on which the context is current. `staging`: the stream's own.
+    def offer(self, kernel: CopyKernel) -> None:
+        """From now on there is a kernel, until `close`."""
+        self._kernel = kernel
+        del self.missing[Way.KERNEL]
+
+    def withdraw(self, way: Way, reason: str) -> None:
+        """A way that does not work here is not offered any more."""
+        self.missing[way] = reason
+
+    def close(self) -> None:
+        """Unload the kernel, if there is one: no copy is under way."""
+        if self._kernel is not None:
+            self._kernel.close()
+
+    def move(self, direction: Direction, way: Way, runs: Runs, stream: int, scratch: "Scratch | None" = None) -> None:
+        """Give all runs to `stream`. On a thread on which the context is current. `scratch`: the stream's own.
 
         Raises `CudaError` if the driver refuses some; those before it may be under way.
         """
         if way is Way.STAGED:
-            assert staging is not None
-            self._move_staged(direction, runs, stream, staging.memory)
+            assert scratch is not None
+            self._move_staged(direction, runs, stream, scratch.staging)
+        elif way is Way.KERNEL:
+            assert scratch is not None
+            self._move_by_kernel(direction, runs, stream, scratch)
         elif direction is Direction.OUT:
             self.copy(way, runs.far, runs.near, runs.sizes, stream)
         else:
@@ -144,6 +163,16 @@ class Copies:
             return
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self._context.call(cu.cuMemcpyAsync, target, source, size, stream)
+
+    def _move_by_kernel(self, direction: Direction, runs: Runs, stream: int, scratch: "Scratch") -> None:
+        kernel = self._kernel
+        far = kernel.mapped.seen_by_device(runs.far, runs.sizes) if kernel is not None else None
+        if kernel is None or far is None:
+            self.move(direction, Way.BATCH, runs, stream)
+        elif direction is Direction.OUT:
+            kernel(far, runs.near, runs.sizes, stream, scratch.tables)
+        else:
+            kernel(runs.near, far, runs.sizes, stream, scratch.tables)
 
     def _move_staged(self, direction: Direction, runs: Runs, stream: int, memory: DeviceMemory) -> None:
         """As many runs at a time as fit the staging memory; the order of the stream keeps them apart."""
@@ -174,11 +203,37 @@ _DEFAULT_STREAMS = 2
 """The handles of the legacy and the per-thread default stream are 0, 1 and 2."""
 
 
-class Staging:
-    """Device memory of one stream, taken when a copy is first staged."""
+class Scratch:
+    """What the copies of one stream need for themselves, each taken when it is first needed. On one thread at a time.
 
-    def __init__(self, context: CudaContext, num_bytes: int = STAGING_BYTES) -> None:
-        self.memory = DeviceMemory(context, num_bytes)
+    Close it when the work of the stream is over; the context is current throughout.
+    """
+
+    def __init__(self, context: CudaContext) -> None:
+        self._context = context
+        self._staging: DeviceMemory | None = None
+        self._tables: Tables | None = None
+
+    @property
+    def staging(self) -> DeviceMemory:
+        """Device memory that scattered pages pass through. Raises `BudgetExhausted` if the device has not as much."""
+        if self._staging is None:
+            self._staging = DeviceMemory(self._context, STAGING_BYTES)
+        return self._staging
+
+    @property
+    def tables(self) -> Tables:
+        """Where the kernel finds what to copy. Raises `CudaError` if the driver pins no memory for it."""
+        if self._tables is None:
+            self._tables = Tables(self._context)
+        return self._tables
+
+    def close(self) -> None:
+        """Give it back."""
+        self._staging = None
+        if self._tables is not None:
+            self._tables.close()
+            self._tables = None
 
 
 def _merged(runs: Runs) -> Runs:

@@ -158,7 +158,9 @@ class CudaContext:
 
     def attribute(self, name: str) -> int:
         """A device attribute by its name in CUDA, without `CU_DEVICE_ATTRIBUTE_`."""
-        return int(call(cu.cuDeviceGetAttribute, cu.CUdevice_attribute[f"CU_DEVICE_ATTRIBUTE_{name}"], self._device))
+        return int(
+            call(cu.cuDeviceGetAttribute, getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), self._device)
+        )
 
     @property
     def device_name(self) -> str:

@@ -9,8 +9,9 @@ import attrs
 import numpy as np
 
 from swapkv.errors import BudgetExhausted, TransferError
-from swapkv.streams.cuda_copies import Copies, Direction, Runs, Staging, Way
+from swapkv.streams.cuda_copies import Copies, Direction, Runs, Scratch, Way
 from swapkv.streams.cuda_driver import CudaContext, DeviceMemory, cu
+from swapkv.streams.cuda_kernel import MappedMemory
 
 RUN_BYTES = (4 << 10, 32 << 10, 256 << 10)
 """Sizes of the runs that are measured."""
@@ -19,6 +20,7 @@ PROBE_BYTES = 8 << 20
 """What one measurement moves."""
 
 REPEATS = 3
+_PORTABLE_AND_MAPPED = 0x01 | 0x02
 
 
 @attrs.frozen
@@ -56,17 +58,23 @@ class Preference:
         return max((rate for rate in mine if rate.run_bytes == nearest), key=lambda rate: rate.bytes_per_s)
 
 
-def probe(context: CudaContext, copies: Copies, *, clock: Callable[[], int] = time.perf_counter_ns) -> Preference:
+def probe(
+    context: CudaContext, copies: Copies, mapped: MappedMemory, *, clock: Callable[[], int] = time.perf_counter_ns
+) -> Preference:
     """Measure every way in both directions; a device without the memory for it gets the likely best way.
 
-    Every second run of device memory is moved, to and from consecutive host memory, as scattered pages are.
+    Every second run of device memory is moved, to and from consecutive host memory, as scattered pages are. A way that
+    fails is not offered any more, unless it is the last one.
     """
+    rates: list[CopyRate] = []
     try:
-        with context, _Bench(context, copies, clock) as bench:
-            rates = [
-                CopyRate(way, direction, size, bench.bytes_per_s(way, direction, size))
-                for way, direction, size in product(copies.ways, Direction, RUN_BYTES)
-            ]
+        with context, _Bench(context, copies, mapped, clock) as bench:
+            for way in copies.ways:
+                try:
+                    rates += bench.rates(way)
+                except (BudgetExhausted, TransferError) as error:
+                    if len(copies.ways) > 1:
+                        copies.withdraw(way, f"it failed when it was measured: {error}")
     except (BudgetExhausted, TransferError):
         return Preference.of(copies.ways[0])
     return Preference(tuple(rates), copies.ways[0])
@@ -75,18 +83,22 @@ def probe(context: CudaContext, copies: Copies, *, clock: Callable[[], int] = ti
 class _Bench:
     """Memory on both sides and a stream, for the time of a probe. The context is current."""
 
-    def __init__(self, context: CudaContext, copies: Copies, clock: Callable[[], int]) -> None:
+    def __init__(self, context: CudaContext, copies: Copies, mapped: MappedMemory, clock: Callable[[], int]) -> None:
         self._context = context
         self._copies = copies
+        self._mapped = mapped
         self._clock = clock
         self._held = ExitStack()
 
     def __enter__(self) -> "_Bench":
         with ExitStack() as held:
             self._near = DeviceMemory(self._context, 2 * PROBE_BYTES)
-            self._staging = Staging(self._context)
-            self._far = self._context.call(cu.cuMemHostAlloc, PROBE_BYTES, 0)
+            self._far = self._context.call(cu.cuMemHostAlloc, PROBE_BYTES, _PORTABLE_AND_MAPPED)
             held.callback(self._context.call, cu.cuMemFreeHost, self._far)
+            self._mapped.add(int(self._far), PROBE_BYTES)
+            held.callback(self._mapped.remove, int(self._far))
+            self._scratch = Scratch(self._context)
+            held.callback(self._scratch.close)
             self._stream = int(self._context.call(cu.cuStreamCreate, 1))
             held.callback(self._context.call, cu.cuStreamDestroy, self._stream)
             held.callback(self._context.call, cu.cuStreamSynchronize, self._stream)
@@ -97,6 +109,13 @@ class _Bench:
         with suppress(TransferError):
             self._held.close()
 
+    def rates(self, way: Way) -> list[CopyRate]:
+        """What one way reaches, in both directions with runs of every size."""
+        return [
+            CopyRate(way, direction, size, self.bytes_per_s(way, direction, size))
+            for direction, size in product(Direction, RUN_BYTES)
+        ]
+
     def bytes_per_s(self, way: Way, direction: Direction, run_bytes: int) -> float:
         """The best of a few tries, after one that does not count."""
         runs = self._runs(run_bytes)
@@ -105,7 +124,7 @@ class _Bench:
 
     def _take(self, way: Way, direction: Direction, runs: Runs) -> int:
         begin_ns = self._clock()
-        self._copies.move(direction, way, runs, self._stream, self._staging)
+        self._copies.move(direction, way, runs, self._stream, self._scratch)
         self._context.call(cu.cuStreamSynchronize, self._stream)
         return self._clock() - begin_ns
 

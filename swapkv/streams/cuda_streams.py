@@ -16,7 +16,7 @@ from swapkv.config import Verify
 from swapkv.errors import BudgetExhausted, DrainTimeout, PoolClosed, ProtocolError, SwapError, TransferError
 from swapkv.streams.base import Block, Event, Region
 from swapkv.streams.copies import check_block, check_pages, verify_block
-from swapkv.streams.cuda_copies import Direction, Runs, Staging, Way, plan, plan_clone
+from swapkv.streams.cuda_copies import Direction, Runs, Scratch, Way, plan, plan_clone
 from swapkv.streams.cuda_driver import CudaLost, cu
 from swapkv.streams.cuda_events import CudaCopyEvent, CudaEvent, CudaPromise, CudaTimeline
 from swapkv.streams.cuda_reaper import CudaOperation, CudaReaper, first_failure, lost_track
@@ -50,7 +50,7 @@ class CudaStream:
         self._waits = 0
         self._awaited: list[Event] = []
         self._point_due = False
-        self._staging: Staging | None = None
+        self._scratch = Scratch(device.context)
         self._queue: SimpleQueue[CudaOperation | None] = SimpleQueue()
         self._submitter: threading.Thread | None = None
         self._failed_wait: BaseException | None = None
@@ -265,9 +265,7 @@ class CudaStream:
     def _move(self, direction: Direction, blocks: Sequence[Block]) -> None:
         runs = plan(blocks)
         way = self._device.way_for(direction, runs)
-        if way is Way.STAGED and self._staging is None:
-            self._staging = Staging(self._device.context)
-        self._device.copies.move(direction, way, runs, self.handle, self._staging)
+        self._device.copies.move(direction, way, runs, self.handle, self._scratch)
 
     def _submit_clone(self, runs: Runs) -> None:
         self._device.copies.copy(Way.BATCH, runs.near, runs.far, runs.sizes, self.handle)
@@ -294,6 +292,10 @@ class CudaStream:
             self._submitter.join()
         self._reaper.stop()
         self._reaper.join()
+
+    def _release(self) -> None:
+        """No work of the device is stuck: give back what copies needed for themselves. The context is current."""
+        self._scratch.close()
 
 
 def _has_come(event: Event) -> bool:

@@ -7,16 +7,29 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-SOURCES = ("host.c", "streams.c", "control.c")
-FLAGS = ("-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread", "-Wl,-soname,libcuda.so.1")
+SOURCES = ("host.c", "streams.c", "kernel.c", "control.c")
+KERNEL = ROOT / "swapkv" / "streams" / "cuda_kernel.cu"
+FLAGS = ("-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fPIC", "-shared", "-pthread")
+NAMED = "-Wl,-soname,libcuda.so.1"
 SEEDS = "CUDAHOST_SEEDS"
 
 
 def build(folder: Path) -> Path:
-    """Compile `libcuda.so.1` into `folder` and return the folder."""
+    """Compile `libcuda.so.1` into `folder`, which is `libnvrtc.so.13`, too, and return the folder."""
     target = folder / "libcuda.so.1"
-    command = [os.environ.get("CC", "cc"), *FLAGS, "-o", str(target), *(str(HERE / name) for name in SOURCES), "-ldl"]
+    sources = [str(HERE / name) for name in SOURCES]
+    command = [
+        os.environ.get("CC", "cc"),
+        *FLAGS,
+        NAMED,
+        f'-DKERNEL_SOURCE="{KERNEL}"',
+        "-o",
+        str(target),
+        *sources,
+        "-ldl",
+    ]
     subprocess.run(command, check=True, timeout=120)
+    (folder / "libnvrtc.so.13").symlink_to(target.name)
     return folder
 
 

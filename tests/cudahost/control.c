@@ -163,7 +163,7 @@ void cudahost_violations(char *text, size_t length) {
 }
 
 /* What is still there: 0 device memory, 1 pinned, 2 registered, 3 streams, 4 events, 5 contexts' references,
- * 6 events that were made with timing. */
+ * 6 modules, 7 events that were made with timing. */
 int cudahost_live(int what) {
   pthread_mutex_lock(&lock);
   int found = 0;
@@ -171,7 +171,8 @@ int cudahost_live(int what) {
   if (what == 3) found = live_streams();
   if (what == 4) found = live_events();
   for (int i = 0; what == 5 && i < device_count; i++) found += contexts[i].references;
-  if (what == 6) found = timed_events();
+  if (what == 6) found = live_modules();
+  if (what == 7) found = timed_events();
   pthread_mutex_unlock(&lock);
   return found;
 }

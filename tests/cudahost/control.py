@@ -10,7 +10,8 @@ import torch
 
 _TEXT_BYTES = 16384
 INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED, ILLEGAL_ADDRESS = 1, 2, 801, 700
-KINDS = ("device memory", "pinned memory", "registered memory", "streams", "events", "contexts")
+NVRTC_INVALID_OPTION, INVALID_IMAGE, LAUNCH_OUT_OF_RESOURCES = 5, 200, 701
+KINDS = ("device memory", "pinned memory", "registered memory", "streams", "events", "contexts", "modules")
 TIMED_EVENTS = len(KINDS)
 
 SEEDS = "CUDAHOST_SEEDS"
@@ -23,6 +24,7 @@ driver.cudahost_calls.restype = ctypes.c_long
 driver.cudahost_configure.argtypes = [ctypes.c_int, ctypes.c_size_t]
 driver.cudahost_timing.argtypes = [ctypes.c_uint64, ctypes.c_uint]
 driver.cudahost_fail.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int]
+driver.cudahost_bias.argtypes = [ctypes.c_size_t]
 driver.cudahost_violations.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
 
 
@@ -65,6 +67,16 @@ def forget_failures() -> None:
 def hide(function: str) -> None:
     """An older driver, which does not have this function."""
     driver.cudahost_hide(function.encode())
+
+
+def show_pinned_memory_elsewhere(*, by_bytes: int) -> None:
+    """Devices see pinned memory at other addresses than the host does, from now on. 0: at the same ones."""
+    driver.cudahost_bias(by_bytes)
+
+
+def take_unified_addresses(*, away: bool) -> None:
+    """Devices do not share addresses with the host, from now on."""
+    driver.cudahost_lack_unified(int(away))
 
 
 def calls(function: str) -> int:

@@ -1,7 +1,8 @@
 /* A CUDA driver whose device memory is host memory and whose streams are threads: for tests without a GPU.
  *
  * Only what the tests need is here, with the signatures of the driver API. `host.c`: contexts, memory, checks.
- * `streams.c`: streams, events, copies. `control.c`: what tests steer, and the table of functions. */
+ * `streams.c`: streams, events, copies. `kernel.c`: the kernel that is in the library's source, and its compiler.
+ * `control.c`: what tests steer, and the table of functions. */
 #ifndef CUDAHOST_H
 #define CUDAHOST_H
 
@@ -88,6 +89,17 @@ Result fails_while_running(const char *what);
 
 /* Contexts are as new, and nothing of what they held is there any more. Holds the lock. */
 void revive(void);
+
+/* The memory in which a kernel of `device` may touch `[at, at + size)`, and where that is in this process; else NULL,
+ * which is noted. Takes the lock. */
+Allocation *kernel_reaches(uintptr_t at, size_t size, int device, uintptr_t *here);
+
+typedef struct Launch Launch;
+/* A kernel on the stream's thread; what its context fails with. */
+Result run_launch(Launch *launch, Context *context, uint64_t *random);
+/* Gives a launch to a stream, which frees it. */
+Result give_launch(void *handle, Launch *launch);
+int live_modules(void);
 
 Stream *stream_of(void *handle);
 void end_stream(Stream *stream);

@@ -15,7 +15,7 @@ Context contexts[MAX_DEVICES];
 int device_count = 2;
 size_t device_bytes = (size_t)1 << 30;
 
-static bool initialized;
+static bool initialized, lacks_unified;
 static Allocation *allocations;
 static size_t used[MAX_DEVICES];
 static __thread Context *stack[STACK];
@@ -51,6 +51,24 @@ bool reachable(uintptr_t at, size_t size, const char *what) {
   if (containing(at, size)) return true;
   violation("%s touches %s: %zu bytes at %#zx", what, complaint(at, size), size, (size_t)at);
   return false;
+}
+
+/* With a bias, devices see pinned memory at other addresses than the host does. */
+static uintptr_t bias;
+
+void cudahost_bias(uintptr_t chosen) { bias = chosen; }
+
+Allocation *kernel_reaches(uintptr_t at, size_t size, int device, uintptr_t *here) {
+  pthread_mutex_lock(&lock);
+  *here = bias && at >= bias ? at - bias : at;
+  Allocation *a = reachable(*here, size, "a kernel") ? containing(*here, size) : NULL;
+  const char *wrong = NULL;
+  if (a && a->kind == DEVICE_MEMORY && a->device != device) wrong = "memory of another device";
+  if (a && a->kind != DEVICE_MEMORY && !(a->flags & HOST_DEVICEMAP)) wrong = "host memory that is not mapped";
+  if (a && (a->kind == DEVICE_MEMORY) != (*here == at) && bias) wrong = "an address that the device does not see";
+  if (wrong) violation("a kernel touches %s: %zu bytes at %#zx", wrong, size, (size_t)at);
+  pthread_mutex_unlock(&lock);
+  return wrong ? NULL : a;
 }
 
 static Allocation *add(uintptr_t begin, size_t size, Kind kind, int device, unsigned flags) {
@@ -109,12 +127,16 @@ Result cuDeviceGetPCIBusId(char *id, int length, int device) {
   return SUCCESS;
 }
 
+void cudahost_lack_unified(int lacks) { lacks_unified = lacks; }
+
 Result cuDeviceGetAttribute(int *value, int attribute, int device) {
   ENTER();
   if (device < 0 || device >= device_count) return INVALID_DEVICE;
   switch (attribute) {
     case 75: *value = 9; break;             /* compute capability 9.0 */
-    case 41: case 92: case 122: case 91: *value = 1; break; /* UVA, stream memory operations, host pointers */
+    case 41: *value = !lacks_unified; break;
+    case 91: *value = !bias; break;         /* host pointers serve as the device's */
+    case 92: case 122: *value = 1; break;   /* stream memory operations */
     case 16: *value = 4; break;             /* multiprocessors */
     default: *value = 0;
   }
@@ -291,7 +313,7 @@ Result cuMemHostGetDevicePointer_v2(Pointer *address, void *pointer, unsigned fl
   Allocation *a = containing((uintptr_t)pointer, 1);
   bool mapped = a && a->kind != DEVICE_MEMORY && (a->flags & HOST_DEVICEMAP) && !flags;
   pthread_mutex_unlock(&lock);
-  *address = (uintptr_t)pointer;
+  *address = (uintptr_t)pointer + bias;
   return mapped ? SUCCESS : INVALID_VALUE;
 }
 

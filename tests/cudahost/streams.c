@@ -10,7 +10,7 @@
 
 enum { DISABLE_TIMING = 2, WAIT_POLL_US = 30 };
 
-typedef enum { COPIES, FILL, RECORD, WAIT_EVENT, CALL, WAIT_VALUE, WRITE_VALUE, END } Work;
+typedef enum { COPIES, FILL, RECORD, WAIT_EVENT, CALL, WAIT_VALUE, WRITE_VALUE, KERNEL, END } Work;
 
 typedef struct {
   uintptr_t target, source;
@@ -28,6 +28,7 @@ typedef struct Entry {
   volatile uint32_t *word;
   uint32_t value;
   unsigned flags;
+  Launch *launch;
   struct Entry *next;
 } Entry;
 
@@ -93,6 +94,13 @@ static void run_copies(Stream *stream, Entry *entry) {
   if (!failure) run_pieces(stream, entry);
 }
 
+static void run_kernel(Stream *stream, Entry *entry) {
+  Result failure = run_launch(entry->launch, stream->context, &stream->random);
+  pthread_mutex_lock(&lock);
+  if (failure) stream->context->sticky = failure;
+  pthread_mutex_unlock(&lock);
+}
+
 static void wait_for_event(Stream *stream, Entry *entry) {
   pthread_mutex_lock(&lock);
   while (entry->event->completed < entry->number && !stream->context->sticky) pthread_cond_wait(&changed, &lock);
@@ -103,6 +111,7 @@ static void wait_for_event(Stream *stream, Entry *entry) {
 static void run(Stream *stream, Entry *entry) {
   switch (entry->work) {
     case COPIES: run_copies(stream, entry); break;
+    case KERNEL: run_kernel(stream, entry); break;
     case FILL: memset((void *)entry->pieces->target, (int)entry->value, entry->pieces->size); break;
     case CALL: entry->function(entry->data); break;
     case WRITE_VALUE: *entry->word = entry->value; break;
@@ -147,6 +156,7 @@ static void *work(void *argument) {
     finish(stream, entry);
     pthread_mutex_unlock(&lock);
     free(entry->pieces);
+    free(entry->launch);
     free(entry);
   }
   free(stream);
@@ -171,6 +181,13 @@ static Result give_locked(Stream *stream, Entry entry) {
   if (!sticky) give(stream, entry);
   pthread_mutex_unlock(&lock);
   return sticky;
+}
+
+Result give_launch(void *handle, Launch *launch) {
+  Stream *stream = stream_of(handle);
+  Result result = stream ? give_locked(stream, (Entry){.work = KERNEL, .launch = launch}) : INVALID_CONTEXT;
+  if (result) free(launch);
+  return result;
 }
 
 static Stream *start(Context *context, unsigned flags, int priority) {

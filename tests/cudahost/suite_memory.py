@@ -201,7 +201,7 @@ def test_probe_measures_every_way_and_leaves_nothing() -> None:
         assert measured == {(way, to, size) for way in Way for to in Direction for size in cuda_probe.RUN_BYTES}
         assert all(rate.bytes_per_s > 0 for rate in device.rates)
         assert len(describe(device.rates).splitlines()) == len(measured)
-        assert control.all_live() == ["1 pinned memory", "1 contexts"]
+        assert control.all_live() == ["1 pinned memory", "1 contexts", "1 modules"]
 
 
 def test_way_is_the_one_that_was_the_fastest_for_runs_of_this_size() -> None:

@@ -42,17 +42,23 @@ def clean_driver() -> Iterator[None]:
     assert control.live(control.TIMED_EVENTS) == 0
 
 
+REFUSABLE = {Way.SINGLE: "cuMemcpyAsync", Way.KERNEL: "cuLaunchKernel"}
+"""What the driver refuses in order to refuse a copy; of the other ways a batch."""
+
+
 class FailingOnce(KernelDevice):
     """Fails the next copy of a lane once, as the driver would."""
 
+    way = Way.BATCH
+
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(way=self.way)
         self.failing: set[Work] = set()
 
     def execute(self, operation: CudaOperation) -> None:
         if operation.work in self.failing:
             self.failing.discard(operation.work)
-            control.fail("cuMemcpyBatchAsync_v2", 1, control.INVALID_VALUE)
+            control.fail(REFUSABLE.get(self.way, "cuMemcpyBatchAsync_v2"), 1, control.INVALID_VALUE)
         super().execute(operation)
 
     def fail_next(self, lane: str) -> None:
@@ -76,10 +82,8 @@ class RefusingDriver(KernelDevice):
             self._left -= 1
             if self._left == 0:
                 self.failed = True
-                if self._way is Way.SINGLE:
-                    control.fail("cuMemcpyAsync", len(plan(operation.blocks)), control.OUT_OF_MEMORY)
-                else:
-                    control.fail("cuMemcpyBatchAsync_v2", 1, control.OUT_OF_MEMORY)
+                nth = len(plan(operation.blocks)) if self._way is Way.SINGLE else 1
+                control.fail(REFUSABLE.get(self._way, "cuMemcpyBatchAsync_v2"), nth, control.OUT_OF_MEMORY)
         super().execute(operation)
 
 
