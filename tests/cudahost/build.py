@@ -7,7 +7,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-SOURCES = ("host.c", "streams.c", "kernel.c", "control.c")
+SOURCES = ("host.c", "streams.c", "kernel.c", "control.c", "kvikio.c")
 KERNEL = ROOT / "swapkv" / "streams" / "cuda_kernel.cu"
 FLAGS = ("-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fPIC", "-shared", "-pthread")
 NAMED = "-Wl,-soname,libcuda.so.1"
