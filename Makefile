@@ -17,6 +17,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger nvidia-cufile
 	@touch $@
 
 demo: $(VENV)/.demo
