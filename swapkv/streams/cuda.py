@@ -30,6 +30,7 @@ from swapkv.streams.cuda_driver import (
     start_driver,
 )
 from swapkv.streams.cuda_events import CudaPromise, Gates
+from swapkv.streams.cuda_grids import GridCopy
 from swapkv.streams.cuda_kernel import CopyKernel, MappedMemory
 from swapkv.streams.cuda_probe import RUN_BYTES, CopyRate, Preference, probe
 from swapkv.streams.cuda_reaper import CudaOperation
@@ -100,7 +101,7 @@ class CudaDevice:
         self.queue_depth = queue_depth
         self.context = CudaContext(ordinal)
         self.mapped = MappedMemory(self.context)
-        self.copies = Copies(self.context, BatchCopy.find())
+        self.copies = Copies(self.context, BatchCopy.find(), GridCopy.find())
         self.preference = self._prefer(way)
         self.event_pool = EventPool(self.context)
         self.gates = Gates(self.context)

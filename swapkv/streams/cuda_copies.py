@@ -13,7 +13,8 @@ from swapkv.errors import ProtocolError
 from swapkv.ids import PhysicalPages
 from swapkv.streams.base import Block, Region
 from swapkv.streams.cuda_driver import BatchCopy, CudaContext, DeviceMemory, cu
-from swapkv.streams.cuda_kernel import Addresses, CopyKernel, Tables
+from swapkv.streams.cuda_grids import Addresses, GridCopy, Grids, grids_of
+from swapkv.streams.cuda_kernel import CopyKernel, Tables
 
 STAGING_BYTES = 4 << 20
 
@@ -30,6 +31,9 @@ class Way(Enum):
     KERNEL = "kernel"
     """By threads of the device, which touch pinned host memory in place. Memory that is not pinned for this device goes
     as by `BATCH`."""
+    GRID = "grid"
+    """All of them in one call, `cuMemcpy3DBatchAsync`, adjacent pages of a plane with gaps as one operand: CUDA 12.8 and
+    later. Not chosen for other pages, which it has no advantage for."""
 
 
 class Direction(Enum):
@@ -41,11 +45,15 @@ class Direction(Enum):
 
 @attrs.frozen(eq=False)
 class Runs:
-    """Runs of bytes that are consecutive on both sides: addresses and sizes, each `[n]`. `near` is on the device."""
+    """Runs of bytes that are consecutive on both sides: addresses and sizes, each `[n]`. `near` is on the device.
+
+    `pitches`: how far apart the pages of a run's plane are if they have gaps, else 0.
+    """
 
     near: Addresses
     far: Addresses
     sizes: Addresses
+    pitches: Addresses = attrs.field(default=attrs.Factory(lambda runs: np.zeros_like(runs.sizes), takes_self=True))
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -56,7 +64,11 @@ class Runs:
 
     def part(self, begin: int, end: int) -> "Runs":
         """Runs `[begin, end)`."""
-        return Runs(self.near[begin:end], self.far[begin:end], self.sizes[begin:end])
+        return Runs(self.near[begin:end], self.far[begin:end], self.sizes[begin:end], self.pitches[begin:end])
+
+    def grids(self) -> Grids:
+        """The same as grids, adjacent pages of planes with gaps as one."""
+        return grids_of(self.near, self.far, self.sizes, self.pitches)
 
 
 def plan(blocks: Sequence[Block]) -> Runs:
@@ -89,28 +101,32 @@ def _page_runs(region: Region, pages: PhysicalPages, host: int) -> Runs:
     counts = np.diff(heads, append=len(pages))
     near = region.pages.data_ptr() + pages[heads] * stride
     far = host + heads * page_bytes
-    return Runs(near.astype(np.uint64), far.astype(np.uint64), (counts * page_bytes).astype(np.uint64))
+    pitches = np.full(len(heads), 0 if stride == page_bytes else stride, dtype=np.uint64)
+    return Runs(near.astype(np.uint64), far.astype(np.uint64), (counts * page_bytes).astype(np.uint64), pitches)
 
 
 def _joined(parts: Sequence[Runs]) -> Runs:
     if not parts:
         nothing = np.zeros(0, dtype=np.uint64)
         return Runs(nothing, nothing, nothing)
-    joined = [np.concatenate([getattr(part, name) for part in parts]) for name in ("near", "far", "sizes")]
+    joined = [np.concatenate([getattr(part, name) for part in parts]) for name in ("near", "far", "sizes", "pitches")]
     moved = joined[2] > 0  # the driver refuses copies of nothing
     return Runs(*joined) if moved.all() else Runs(*(array[moved] for array in joined))
 
 
 class Copies:
-    """Submits runs to streams of one device. `batch`: None if the driver has no batches."""
+    """Submits runs to streams of one device. `batch` and `grid`: None if the driver has no batches, of either kind."""
 
-    def __init__(self, context: CudaContext, batch: BatchCopy | None) -> None:
+    def __init__(self, context: CudaContext, batch: BatchCopy | None, grid: GridCopy | None) -> None:
         self._context = context
         self._batch = batch
+        self._grid = grid
         self._kernel: CopyKernel | None = None
         self.missing = {Way.KERNEL: "its kernel was not asked for"}
         if batch is None:
             self.missing[Way.BATCH] = "this driver has no cuMemcpyBatchAsync: update it to CUDA 12.8"
+        if grid is None:
+            self.missing[Way.GRID] = "this driver has no cuMemcpy3DBatchAsync: update it to CUDA 12.8"
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -149,6 +165,8 @@ class Copies:
         elif way is Way.KERNEL:
             assert scratch is not None
             self._move_by_kernel(direction, runs, stream, scratch)
+        elif way is Way.GRID and self._grid is not None and len(runs) and stream > _DEFAULT_STREAMS:
+            (self._grid.out if direction is Direction.OUT else self._grid.into)(runs.grids(), stream)
         elif direction is Direction.OUT:
             self.copy(way, runs.far, runs.near, runs.sizes, stream)
         else:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import numpy as np
@@ -98,6 +98,17 @@ def _failure(function: str, status: str) -> CudaError | CudaLost:
         return CudaLost(f"{function}: {status}: the device's context is lost for good: end the process", status)
     remedy = _REMEDIES.get(status, "see the CUDA driver API's reference for this status")
     return CudaError(f"{function}: {status}: {remedy}", status)
+
+
+def raise_failed(function: str, status: int) -> NoReturn:
+    """Raise what `call` would, for a function that was called by its address."""
+    raise _failure(function, cu.CUresult(status).name)
+
+
+def find_function(name: bytes, version: int) -> int | None:
+    """The address of a function as this version of the API has it; None if the driver has none."""
+    status, address, found = cu.cuGetProcAddress(name, version, 0)
+    return int(address) if status == cu.CUresult.CUDA_SUCCESS and int(found) == 0 and address else None
 
 
 def start_driver() -> int:
@@ -249,15 +260,15 @@ class BatchCopy:
             arguments.append(ctypes.byref(ctypes.c_size_t(0)))
         status = self._function(*arguments, stream)
         if status:
-            raise _failure("cuMemcpyBatchAsync", cu.CUresult(status).name)
+            raise_failed("cuMemcpyBatchAsync", status)
 
     @classmethod
     def find(cls) -> "BatchCopy | None":
         """The function as this driver has it; None if it is too old."""
         for version in BATCH_VERSIONS:
-            status, address, found = cu.cuGetProcAddress(b"cuMemcpyBatchAsync", version, 0)
-            if status == cu.CUresult.CUDA_SUCCESS and int(found) == 0 and address:
-                return cls(version, _prototype(version)(int(address)))
+            address = find_function(b"cuMemcpyBatchAsync", version)
+            if address is not None:
+                return cls(version, _prototype(version)(address))
         return None
 
 

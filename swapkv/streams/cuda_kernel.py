@@ -11,15 +11,13 @@ notion of a current stream; a compiled Triton kernel hides its launcher, and nee
 import ctypes
 import threading
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from swapkv.streams.cuda_driver import CudaContext, CudaError, cu
+from swapkv.streams.cuda_grids import Addresses
 from swapkv.streams.cuda_kernel_nvrtc import compile_kernel
-
-Addresses: TypeAlias = NDArray[np.uint64]
 
 NAME = b"swapkv_copy_pieces"
 

@@ -49,13 +49,22 @@ class Preference:
         """The way that was the fastest for runs of about the size that these have on average."""
         if not self.rates or not len(runs):
             return self.fixed
-        return self.best(direction, runs.num_bytes // len(runs)).way
+        gridded = any(rate.way is Way.GRID for rate in self.rates) and _are_in_grids(runs)
+        return self.best(direction, runs.num_bytes // len(runs), without=None if gridded else Way.GRID).way
 
-    def best(self, direction: Direction, run_bytes: int) -> CopyRate:
-        """The best rate that was measured with runs of the size nearest to `run_bytes`, by ratio."""
-        mine = [rate for rate in self.rates if rate.direction is direction]
+    def best(self, direction: Direction, run_bytes: int, *, without: Way | None = Way.GRID) -> CopyRate:
+        """The best rate that was measured with runs of the size nearest to `run_bytes`, by ratio.
+
+        `without`: a way that does not count; the rate of grids is that of pages which are adjacent, not scattered.
+        """
+        mine = [rate for rate in self.rates if rate.direction is direction and rate.way is not without]
         nearest = min({rate.run_bytes for rate in mine}, key=lambda size: abs(np.log(size / max(1, run_bytes))))
         return max((rate for rate in mine if rate.run_bytes == nearest), key=lambda rate: rate.bytes_per_s)
+
+
+def _are_in_grids(runs: Runs) -> bool:
+    """Whether grids of two pages and more are what most runs belong to."""
+    return bool(runs.pitches.any()) and 2 * len(runs.grids()) <= len(runs)
 
 
 def probe(
@@ -131,7 +140,8 @@ class _Bench:
     def _runs(self, run_bytes: int) -> Runs:
         at = np.arange(PROBE_BYTES // run_bytes, dtype=np.uint64) * np.uint64(run_bytes)
         sizes = np.full(len(at), run_bytes, dtype=np.uint64)
-        return Runs(np.uint64(self._near.address) + np.uint64(2) * at, np.uint64(int(self._far)) + at, sizes)
+        near, far = np.uint64(self._near.address) + np.uint64(2) * at, np.uint64(int(self._far)) + at
+        return Runs(near, far, sizes, np.uint64(2) * sizes)
 
 
 def describe(rates: Sequence[CopyRate]) -> str:

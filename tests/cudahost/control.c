@@ -214,7 +214,7 @@ static void *find(const char *symbol, int version) {
     dladdr((void *)find, &info);
     self = dlopen(info.dli_fname, RTLD_NOW);
   }
-  bool batch = !strcmp(symbol, "cuMemcpyBatchAsync");
+  bool batch = !strcmp(symbol, "cuMemcpyBatchAsync") || !strcmp(symbol, "cuMemcpy3DBatchAsync");
   for (const char **suffix = (const char *[]){"_v2", "", NULL}; *suffix; suffix++) {
     if (batch && (**suffix != 0) != (version >= 13000)) continue;
     snprintf(name, NAME, "%s%s", symbol, *suffix);

@@ -444,6 +444,48 @@ Result cuMemcpyBatchAsync(Pointer *targets, Pointer *sources, size_t *sizes, siz
   return result;
 }
 
+typedef struct {
+  int kind;
+  Pointer at;
+  size_t row_length, layer_height;
+  int hint[2];
+} Operand;
+
+typedef struct {
+  Operand source, target;
+  size_t width, height, depth;
+  int order;
+  unsigned flags;
+} Grid;
+
+static bool well_formed(const Grid *grid) {
+  size_t width = grid->width;
+  return width && grid->height && grid->depth == 1 && grid->order >= 1 && grid->order <= 3 && grid->source.kind == 1 &&
+         grid->target.kind == 1 && grid->source.row_length >= width && grid->target.row_length >= width;
+}
+
+Result cuMemcpy3DBatchAsync_v2(size_t count, Grid *grids, unsigned long long flags, void *handle) {
+  ENTER();
+  size_t rows = 0;
+  for (size_t i = 0; i < count; i++)
+    if (well_formed(&grids[i])) rows += grids[i].height;
+    else return INVALID_VALUE;
+  if (!count || flags || (uintptr_t)handle <= 1) return INVALID_VALUE;
+  Piece *pieces = malloc(rows * sizeof *pieces), *piece = pieces;
+  for (size_t i = 0; i < count; i++)
+    for (size_t row = 0; row < grids[i].height; row++)
+      *piece++ = (Piece){grids[i].target.at + row * grids[i].target.row_length,
+                         grids[i].source.at + row * grids[i].source.row_length, grids[i].width};
+  return copies(handle, pieces, rows);
+}
+
+/* As CUDA 12.8 had it. */
+Result cuMemcpy3DBatchAsync(size_t count, Grid *grids, size_t *failed, unsigned long long flags, void *handle) {
+  Result result = cuMemcpy3DBatchAsync_v2(count, grids, flags, handle);
+  if (result && failed) *failed = SIZE_MAX;
+  return result;
+}
+
 Result cuMemsetD8Async(Pointer address, unsigned char value, size_t size, void *handle) {
   ENTER();
   Stream *stream = stream_of(handle);

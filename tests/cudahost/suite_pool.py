@@ -42,7 +42,7 @@ def clean_driver() -> Iterator[None]:
     assert control.live(control.TIMED_EVENTS) == 0
 
 
-REFUSABLE = {Way.SINGLE: "cuMemcpyAsync", Way.KERNEL: "cuLaunchKernel"}
+REFUSABLE = {Way.SINGLE: "cuMemcpyAsync", Way.KERNEL: "cuLaunchKernel", Way.GRID: "cuMemcpy3DBatchAsync_v2"}
 """What the driver refuses in order to refuse a copy; of the other ways a batch."""
 
 
