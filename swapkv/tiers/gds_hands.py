@@ -1,5 +1,7 @@
 """What a thread of the GDS tier works with: streams, a piece of pinned memory, and copies of bytes through it."""
 
+import threading
+
 import torch
 import xxhash
 
@@ -24,7 +26,7 @@ class Hands:
         self.scratch = Scratch()
         self._copies = device.create_stream(f"gds-copies-{number}")
         self._halves = device.allocate_pinned(stage_bytes).view(2, stage_bytes // 2)
-        self._bound: GdsFile | None = None
+        self._bound: tuple[GdsFile, threading.Thread] | None = None
 
     @property
     def stage(self) -> torch.Tensor:
@@ -32,10 +34,11 @@ class Hands:
         return self._halves[0]
 
     def bind(self, file: GdsFile) -> None:
-        """Make this thread one that may use `file`."""
-        if self._bound is not file:
+        """Make the calling thread one that may use `file`."""
+        bound = (file, threading.current_thread())
+        if self._bound != bound:
             file.bind()
-            self._bound = file
+            self._bound = bound
 
     def digest(self, memory: torch.Tensor) -> bytes:
         """XXH3-128 of device memory, 16 bytes, as `payload_checksum`: half of the stage is hashed while half is copied."""

@@ -49,6 +49,8 @@ class KvikioFile:
     def __init__(self, path: Path, device: CudaDevice, path_taken: GdsPath, order: GdsOrder) -> None:
         self.path, self.path_taken, self.order = path, path_taken, order
         self._context = device.context
+        self._unknown: list[object] = []
+        """Requests of unknown end: cuFile would write to memory that they free."""
         mode = kvikio.CompatMode.OFF if path_taken is GdsPath.DIRECT else kvikio.CompatMode.ON
         try:
             with kvikio.defaults.set({"compat_mode": mode}):
@@ -100,6 +102,7 @@ class KvikioFile:
         except DiskFault:
             raise
         except TransferError as error:
+            self._unknown.append(under_way)
             raise EndUnknown(f"{what}: the stream failed, and whether the request goes on is unknown") from error
 
     @staticmethod

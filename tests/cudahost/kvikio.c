@@ -20,3 +20,11 @@ Result cuMemGetAddressRange_v2(Pointer *begin, size_t *size, Pointer pointer) {
   Result result = begin ? cuPointerGetAttribute(begin, BEGIN, pointer) : SUCCESS;
   return result || !size ? result : cuPointerGetAttribute(size, SIZE, pointer);
 }
+
+/* Whether a request of `cufile.c` may touch device memory now; a false answer is a violation. */
+int cudahost_touch(uintptr_t at, size_t size) {
+  pthread_mutex_lock(&lock);
+  bool fine = reachable(at, size, "a cuFile request");
+  pthread_mutex_unlock(&lock);
+  return fine;
+}
