@@ -120,6 +120,12 @@ def fault_of(error: RuntimeError, what: str) -> TransferError:
     """The typed error for what kvikio raised while `what` was done: it hands on nothing but words."""
     words = str(error)
     number = next((number for text, number in _ERRNOS.items() if words.endswith(text)), None)
+    if (
+        number == errno.EPERM and "cuFile" in words
+    ):  # the -1 of a failed cuFileRead, whose errno kvikio does not look at
+        return DiskFault(
+            f"{what}: cuFile failed and kvikio does not say why: look at the device (dmesg)", kind="unknown"
+        )
     if number is not None:
         return disk_fault(OSError(number, os.strerror(number)), what)
     if words.endswith("EOF") or "unexpected EOF" in words:
