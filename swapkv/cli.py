@@ -117,15 +117,23 @@ def demo(model: str, as_json: bool, trace: Path | None, plot: Path | None, compa
     help="Exit with 1 if this is missing; may be given several times.",
 )
 @click.option("--mooncake", metavar="HOST:PORT", help="Also try to reach a Mooncake master.")
+@click.option(
+    "--gds",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Also write from the GPU to a file in this folder and read it back.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
-def doctor(required: tuple[str, ...], mooncake: str | None, as_json: bool) -> None:  # noqa: FBT001
+def doctor(required: tuple[str, ...], mooncake: str | None, gds: Path | None, as_json: bool) -> None:  # noqa: FBT001
     """What this machine offers, what is missing, and what helps.
 
-    Exits with 1 if something is missing that was asked for: by --require, or a Mooncake master by --mooncake.
+    Exits with 1 if something is missing that was asked for: by --require, a Mooncake master by --mooncake, or
+    GPUDirect Storage to a folder's disk by --gds.
     """
     with _clear_errors():
-        findings = examine(mooncake=mooncake)
-    wanted = [Subject(name) for name in required] + ([Subject.MOONCAKE] if mooncake else [])
+        findings = examine(mooncake=mooncake, gds=gds)
+    wanted = [Subject(name) for name in required]
+    wanted += [subject for subject, asked in ((Subject.MOONCAKE, mooncake), (Subject.GDS, gds)) if asked]
     missing = lacking(findings, wanted)
     if as_json:
         found = [attrs.asdict(f, value_serializer=lambda _i, _a, v: getattr(v, "value", v)) for f in findings]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import attrs
@@ -19,7 +20,13 @@ from swapkv.errors import SwapError
 from swapkv.ids import LayerId
 from swapkv.streams.base import Block, Device, Region
 from swapkv.streams.host import HostDevice
+from swapkv.tiers.direct_io import IoPath
+from swapkv.tiers.gds import GdsSlab
+from swapkv.tiers.gds_types import NVIDIA_FS, GdsOptions, GdsPath
 from swapkv.tiers.pinned import MemoryLimits
+from swapkv.tiers.slab import Slab
+from swapkv.tiers.slab_header import Fingerprint
+from swapkv.tiers.slab_types import SlabOptions
 
 if TYPE_CHECKING:
     from swapkv.streams.cuda import CudaDevice
@@ -27,7 +34,8 @@ if TYPE_CHECKING:
 COPY_BYTES = 64 << 20
 COPY_TRIES = 3
 REACH_TIMEOUT_S = 3.0
-NVIDIA_FS = Path("/proc/driver/nvidia-fs")
+GDS_PROBE_BYTES = 16 << 20
+GDS_DEADLINE_NS = 20_000_000_000
 
 
 class Subject(Enum):
@@ -49,12 +57,15 @@ class Finding:
     missing: bool = False
 
 
-def examine(*, mooncake: str | None = None) -> list[Finding]:
+def examine(*, mooncake: str | None = None, gds: Path | None = None) -> list[Finding]:
     """Look at everything. Takes a second or two; with a GPU, the probe of its copies is part of it.
 
     `mooncake`: address of a Mooncake master, `host:port`; None: only whether its client is installed.
+    `gds`: a folder whose disk is written from the memory of device 0 and read back, 16 MiB in a file that is deleted
+    afterwards; None: only whether GPUDirect Storage is installed.
     """
-    return [finding for look in (_host, _memory, _cuda, _gds, lambda: _mooncake(mooncake)) for finding in look()]
+    looks = (_host, _memory, _cuda, lambda: _gds(gds), lambda: _mooncake(mooncake))
+    return [finding for look in looks for finding in look()]
 
 
 def lacking(findings: Sequence[Finding], required: Sequence[Subject]) -> list[Finding]:
@@ -129,18 +140,50 @@ def _describe(device: CudaDevice) -> str:
     return f"{device.name}{node}: fastest for scattered runs: {'; '.join(best)}"
 
 
-def _gds() -> Iterator[Finding]:
+def _gds(folder: Path | None) -> Iterator[Finding]:
     """GPUDirect Storage needs kvikio, and NVIDIA's kernel module for the direct way."""
     if importlib.util.find_spec("kvikio") is None:
         yield Finding(Subject.GDS, "kvikio is not installed: pip install 'swapkv[gds]'", missing=True)
-        return
-    module = NVIDIA_FS.exists()
-    why = (
-        "nvidia-fs is loaded"
-        if module
-        else f"{NVIDIA_FS} is missing: load the kernel module nvidia-fs, else kvikio bounces"
-    )
-    yield Finding(Subject.GDS, f"kvikio is installed; {why}", missing=not module)
+    elif folder is not None:
+        yield _probe_gds(folder)
+    else:
+        module = NVIDIA_FS.exists()
+        why = (
+            "nvidia-fs is loaded: --gds FOLDER tries its disk"
+            if module
+            else f"{NVIDIA_FS} is missing: load the kernel module nvidia-fs, else kvikio bounces"
+        )
+        yield Finding(Subject.GDS, f"kvikio is installed; {why}", missing=not module)
+
+
+def _probe_gds(folder: Path) -> Finding:
+    """What a real write and read of a slab in `folder` found."""
+    from swapkv.streams.cuda import CudaDevice
+
+    try:
+        with TemporaryDirectory(prefix="swapkv-doctor-", dir=folder, ignore_cleanup_errors=True) as inner:
+            device = CudaDevice(0)
+            try:
+                return _report_gds(device, Path(inner) / "slab")
+            finally:
+                device.close(REACH_TIMEOUT_S)
+    except (SwapError, ImportError, OSError) as error:
+        return Finding(Subject.GDS, f"device 0 and {folder}: {error}", missing=True)
+
+
+def _report_gds(device: CudaDevice, path: Path) -> Finding:
+    options = SlabOptions(slab_bytes=2 * GDS_PROBE_BYTES, depth=1, deadline_ns=GDS_DEADLINE_NS)
+    slab = Slab(path, fingerprint=Fingerprint([("made by", "swapkv doctor")]), options=options)
+    limits = GdsOptions(depth=1, probe_bytes=GDS_PROBE_BYTES, deadline_ns=GDS_DEADLINE_NS)
+    try:
+        tier = GdsSlab(slab, device, options=limits)
+    except BaseException:
+        slab.close()
+        raise
+    tier.close()
+    headers = "" if slab.file.path_taken is IoPath.DIRECT else f"; headers are buffered: {slab.file.note}"
+    words = f"device 0 and {path.parent.parent}: {tier.report.describe()}{headers}"
+    return Finding(Subject.GDS, words, missing=tier.report.path is not GdsPath.DIRECT)
 
 
 def _mooncake(address: str | None) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """`swapkv doctor`: what is there, what is missing, and an exit status that scripts can trust."""
 
+import importlib.util
 import json
 import os
 import socket
@@ -65,10 +66,77 @@ def test_address_that_is_none_is_named(address: str) -> None:
     assert address in words(findings, Subject.MOONCAKE)
 
 
-def test_kernel_module_of_gpudirect_storage_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def kvikio_found(monkeypatch: pytest.MonkeyPatch) -> None:
     find = doctor.importlib.util.find_spec
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: True if name == "kvikio" else find(name))
+
+
+@pytest.mark.usefixtures("kvikio_found")
+def test_kernel_module_of_gpudirect_storage_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "NVIDIA_FS", tmp_path / "none")
     assert "load the kernel module nvidia-fs" in words(lacking(examine(), [Subject.GDS]), Subject.GDS)
     monkeypatch.setattr(doctor, "NVIDIA_FS", tmp_path)
     assert not lacking(examine(), [Subject.GDS])
+
+
+def test_gpudirect_storage_that_was_asked_for_and_is_not_installed_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    find = doctor.importlib.util.find_spec
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "kvikio" else find(name))
+    run = CliRunner().invoke(main, ["doctor", "--gds", str(tmp_path)])
+    assert run.exit_code == 1
+    assert "--  gds       kvikio is not installed: pip install 'swapkv[gds]'" in run.stdout
+
+
+@pytest.mark.usefixtures("kvikio_found")
+def test_gpudirect_storage_without_a_gpu_is_missing_with_the_reason(tmp_path: Path) -> None:
+    run = CliRunner().invoke(main, ["doctor", "--gds", str(tmp_path)])
+    assert run.exit_code == 1
+    assert f"--  gds       device 0 and {tmp_path}: no CUDA driver" in run.stdout
+    assert CliRunner().invoke(main, ["doctor", "--gds", str(tmp_path / "none")]).exit_code == 2
+
+
+def gds_on_driver(tmp_path: Path, before: str) -> tuple[int, str]:
+    """`swapkv doctor --gds` on the driver of the tests: its exit status and what it says of GDS."""
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "disk").mkdir()
+    environment = os.environ | {"LD_LIBRARY_PATH": str(build(tmp_path / "driver"))}
+    code = "\n".join(
+        [
+            "from tests.cudahost import control",
+            before,
+            "import swapkv.streams.cuda",
+            "swapkv.streams.cuda.view_on_device = control.view_on_host",
+            "from swapkv.cli import main",
+            "main()",
+        ]
+    )
+    command = [sys.executable, "-c", code, "doctor", "--gds", str(tmp_path / "disk"), "--json"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert list((tmp_path / "disk").iterdir()) == [], "nothing is left behind"
+    (finding,) = [f for f in json.loads(run.stdout)["findings"] if f["subject"] == "gds"]
+    return run.returncode, finding["words"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kvikio") is None, reason="kvikio is not installed: `make test` does that")
+def test_disk_that_bytes_are_bounced_to_is_missing_with_the_reason_and_what_it_does_all_the_same(
+    tmp_path: Path,
+) -> None:
+    status, said = gds_on_driver(tmp_path, "")
+    assert status == 1
+    assert "bounced, ordered by the host (kvikio " in said
+    assert "load the kernel module nvidia-fs" in said
+    assert "GB/s out" in said
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kvikio") is None, reason="kvikio is not installed: `make test` does that")
+def test_disk_that_the_device_reaches_directly_is_found(tmp_path: Path) -> None:
+    before = (
+        "from tests.cudahost import gds_driver\nfrom pathlib import Path\n"
+        "from swapkv.tiers import gds_kvikio\ngds_kvikio.NVIDIA_FS = Path('/')"
+    )
+    status, said = gds_on_driver(tmp_path, before)
+    assert status == 0, said
+    assert "direct, ordered by the stream (kvikio " in said

@@ -18,7 +18,7 @@ from swapkv.streams.cuda import CudaDevice
 from swapkv.streams.cuda_driver import call, cu
 from swapkv.streams.cuda_streams import CudaStream
 from swapkv.tiers.direct_io import DirectMode, disk_fault
-from swapkv.tiers.gds_types import EndUnknown, GdsFile, GdsOrder, GdsPath, Span
+from swapkv.tiers.gds_types import NVIDIA_FS, EndUnknown, GdsFile, GdsOrder, GdsPath, Span
 
 try:
     import kvikio
@@ -30,9 +30,6 @@ except (OSError, RuntimeError) as error:  # what kvikio raises where it finds no
     raise ImportError(
         f"kvikio is installed and cannot be loaded ({error}): pip install 'swapkv[gds]' again, which brings cuFile"
     ) from error
-
-NVIDIA_FS = Path("/proc/driver/nvidia-fs")
-"""There while NVIDIA's kernel module is loaded."""
 
 _MOUNTS = Path("/proc/self/mounts")
 _DEVICE_MEMORY = 2

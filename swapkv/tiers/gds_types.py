@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from enum import Enum
+from pathlib import Path
 from typing import Protocol
 
 import attrs
@@ -11,6 +12,9 @@ from swapkv.errors import ProtocolError, TransferError
 from swapkv.streams.base import Event, Stream
 from swapkv.tiers.direct_io import DirectMode
 from swapkv.tiers.slab_header import ChunkKey, ExtentHeader
+
+NVIDIA_FS = Path("/proc/driver/nvidia-fs")
+"""There while NVIDIA's kernel module is loaded."""
 
 
 class GdsPath(Enum):
