@@ -64,10 +64,16 @@ class KvikioFile:
 
     def require(self, span: Span) -> None:
         """See `GdsFile.require`."""
-        status, kind = cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, span.address)
+        kinds = cu.CUpointer_attribute
+        status, kind = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, span.address)
         if status != cu.CUresult.CUDA_SUCCESS or int(kind) != _DEVICE_MEMORY:
             raise ProtocolError(
                 f"{span.num_bytes} bytes at {span.address:#x} are not memory of a CUDA device: write host memory by `Slab`"
+            )
+        ordinal = int(call(cu.cuPointerGetAttribute, kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, span.address))
+        if ordinal != self._context.ordinal:
+            raise ProtocolError(
+                f"memory of device {ordinal} for a slab of device {self._context.ordinal}: use the other's slab"
             )
 
     def write(self, span: Span, offset: int, stream: Stream) -> int:

@@ -6,7 +6,7 @@ and the item itself, which gives memory and extent back, when its thread comes b
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 
@@ -76,7 +76,7 @@ class GdsThreads:
         self._is_closed = False
         self._changed = threading.Condition()
         self._queue: deque[Item] = deque()
-        self._watched: deque[Item] = deque()
+        self._watched: OrderedDict[Item, None] = OrderedDict()
         self._threads = [
             threading.Thread(target=self._serve, args=(hand,), name=f"swapkv-gds-{n}", daemon=True)
             for n, hand in enumerate(hands)
@@ -95,7 +95,7 @@ class GdsThreads:
             item.end_ns = time.monotonic_ns() + self._deadline_ns
             self._pending += 1
             self._queue.append(item)
-            self._watched.append(item)
+            self._watched[item] = None
             self._changed.notify_all()
         return item.transfer
 
@@ -150,6 +150,7 @@ class GdsThreads:
     def _release(self, item: Item) -> None:
         with self._changed:
             self._pending -= 1
+            self._watched.pop(item, None)
             self._changed.notify_all()
         item.transfer.released.set_result(None)
 
@@ -168,14 +169,14 @@ class GdsThreads:
         """Ends items in the order of their deadlines, which is that of their beginnings."""
         while True:
             with self._changed:
-                while self._watched and self._watched[0].transfer.done():
-                    self._watched.popleft()
-                if not self._watched and self._is_closed and self._pending == len(self._lost):
+                item = next(iter(self._watched), None)
+                if item is None and self._is_closed and self._pending == len(self._lost):
                     return
-                left_ns = self._watched[0].end_ns - time.monotonic_ns() if self._watched else None
-                if left_ns is None or left_ns > 0:
+                left_ns = item.end_ns - time.monotonic_ns() if item else None
+                if item is None or left_ns is None or left_ns > 0:
+                    del item  # who sleeps refers to no memory
                     self._changed.wait(None if left_ns is None else left_ns / 1e9)
                     continue
-                item = self._watched.popleft()
+                del self._watched[item]
             self._expire(item)
             del item

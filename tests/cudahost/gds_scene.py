@@ -46,13 +46,14 @@ def clean() -> Iterator[None]:
 
 
 @contextmanager
-def kernel_device() -> Iterator[KernelDevice]:
+def kernel_device(ordinal: int = 0) -> Iterator[KernelDevice]:
     """All its work is over in the end, and nobody has memory of it any more."""
-    device = KernelDevice()
+    before = control.live(0)
+    device = KernelDevice(ordinal)
     yield device
     assert device.close(LONG_S) == []
     control.collect()
-    assert not [what for what in control.all_live() if "device memory" in what]
+    assert control.live(0) == before
 
 
 def small(**options: Any) -> GdsOptions:

@@ -243,6 +243,11 @@ def test_memory_that_is_none_of_a_device_is_refused(path: Path, device: KernelDe
     with opened(path, device, way) as tier:
         with pytest.raises(ProtocolError, match="are not memory of a CUDA device"):
             tier.begin_write(DeviceWrite(key=key_of(1), generation=1, memory=torch.zeros(10)))
+        with (
+            gds_scene.kernel_device(1) as other,
+            pytest.raises(ProtocolError, match="memory of device 1 for a slab of"),
+        ):
+            tier.begin_write(DeviceWrite(key=key_of(1), generation=1, memory=other.allocate(10)))
         with pytest.raises(ProtocolError, match="contiguous"):
             tier.begin_write(DeviceWrite(key=key_of(1), generation=1, memory=device.allocate(100)[::2]))
         assert tier.usage().used_bytes == 0

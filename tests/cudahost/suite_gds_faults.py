@@ -206,6 +206,20 @@ def test_call_of_the_driver_that_fails_stores_nothing_whichever_it_is(
         assert fetch(tier.slab, 1) == stamped(1, 2, NUM_BYTES)
 
 
+def test_copies_of_a_transfer_that_failed_are_over_before_its_memory_is_let_go_of(
+    path: Path, device: KernelDevice
+) -> None:
+    control.timing(1, 20_000)
+    with opened(path, device, BOUNCED, small(depth=1)) as tier:
+        for generation in range(1, 9):
+            control.fail("cuMemcpyBatchAsync_v2", 1, control.NOT_SUPPORTED)
+            transfer = begin_write(tier, device, 1, generation, 100_000)
+            assert isinstance(transfer.exception(20), TransferError)
+            (copies,) = (stream for stream in device._streams if stream.name.startswith("gds-copies"))
+            assert copies.record().query()
+        del transfer
+
+
 def test_words_of_kvikio_become_kinds() -> None:
     for words, kind in (
         ("POSIX error on pwrite: No space left on device", "ENOSPC"),
@@ -313,7 +327,8 @@ def test_transfer_that_is_cancelled_before_it_begins_changes_nothing(
             first = begin_write(tier, device, 1, 1, NUM_BYTES)
             gds_driver.wait_held()
             second = begin_write(tier, device, 2, 1, NUM_BYTES)
-            third = tier.begin_read(DeviceRead(key=key_of(9), into=device.allocate(NUM_BYTES)))
+            into = device.allocate(NUM_BYTES)
+            third = tier.begin_read(DeviceRead(key=key_of(9), into=into))
             assert second.cancel()
             assert third.cancel()
             assert not first.cancel(), "the disk cannot be called back"
@@ -324,6 +339,8 @@ def test_transfer_that_is_cancelled_before_it_begins_changes_nothing(
                 transfer.result(20)
         assert tier.usage().used_bytes == used_bytes + 5 * BLOCK_BYTES
         assert tier.lookup(key_of(2)) is None
+        assert not into.any()
+        del into
         tier.begin_delete(key_of(9)).result(20)
 
 
@@ -391,6 +408,19 @@ def test_batch_has_an_outcome_for_each_item(path: Path, device: KernelDevice, di
         del writes, into, reads, outcomes
 
 
+def test_memory_is_let_go_of_with_its_transfer_whatever_an_earlier_one_waits_for(
+    path: Path, device: KernelDevice, way: Way
+) -> None:
+    with opened(path, device, way) as tier:
+        gate, before = device.create_promise(), control.live(0)
+        first = begin_write(tier, device, 1, 1, NUM_BYTES, after=gate)
+        for number in (2, 3):
+            begin_write(tier, device, number, 1, NUM_BYTES).result(20)
+        wait_until(lambda: control.live(0) == before + 1)
+        gate.set()
+        first.result(20)
+
+
 def test_write_comes_after_what_fills_its_memory(path: Path, device: KernelDevice, way: Way) -> None:
     with opened(path, device, way) as tier:
         stream = device.create_stream("forward")
@@ -403,6 +433,8 @@ def test_write_comes_after_what_fills_its_memory(path: Path, device: KernelDevic
             transfer = tier.begin_write(
                 DeviceWrite(key=key_of(1), generation=generation, memory=memory, checksum=checksum, after=event)
             )
+            for number in (2, 3, 4):  # while these go, it could
+                begin_write(tier, device, number, generation, NUM_BYTES).result(20)
             assert not transfer.done()
             gate.set()
             transfer.result(20)
@@ -448,16 +480,23 @@ def test_request_whose_end_nobody_can_tell_keeps_memory_and_extent_for_good(path
     device = KernelDevice()
     KEPT.append(device)
     slab = Slab(path, fingerprint=FINGERPRINT, options=options_of(BLOCKS))
-    tier = GdsSlab(slab, device, options=small(), files=[lambda: KvikioFile(path, device, *DIRECT[0])])
+    tier = GdsSlab(
+        slab, device, options=small(deadline_ns=SOON_NS), files=[lambda: KvikioFile(path, device, *DIRECT[0])]
+    )
     KEPT.append(tier)
     with gds_driver.holding():
+        before = control.live(0)
         control.fail("cuStreamSynchronize", 1, control.NOT_SUPPORTED)
         late = begin_write(tier, device, 1, 1, NUM_BYTES, checksum=checksum_of(1, 1))
         gds_driver.wait_held()
         with pytest.raises(EndUnknown, match="whether the request goes on is unknown"):
             late.result(20)
-    control.collect()
-    assert not late.released.done()
+        released = late.released
+        del late
+        wait_until(lambda: not tier._threads._watched)
+        control.collect()
+        assert control.live(0) == before + 1, "the memory is not freed, whoever forgets the transfer"
+    assert not released.done()
     assert tier.usage().used_bytes == 5 * BLOCK_BYTES
     with pytest.raises(
         DrainTimeout, match="the end of 1 requests is unknown, their memory stays in use: end the process"
