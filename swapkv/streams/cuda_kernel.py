@@ -4,6 +4,11 @@ The copy engines take each piece by itself, and small ones cost them more than t
 thousands of reads in flight, and read and write pinned host memory in place. They take little of the card (`BLOCKS`), and
 run in the order of the stream that they are launched on.
 
+A copy that is a kernel waits for its turn among kernels. Its blocks get in as those of a forward end, at once on a stream
+of a greater priority (`CudaDevice.create_stream`). And more streams of one priority than the card has queues
+(`CUDA_DEVICE_MAX_CONNECTIONS`, 8 unless set) share them: a stream that waits for a gate then holds up the others of its
+queue, which may be the one that is to open it. Where a process has so many, name another way.
+
 CUDA C by NVRTC and not Triton: the kernel has to be launched on swapkv's own streams, from any thread, without torch's
 notion of a current stream; a compiled Triton kernel hides its launcher, and needs torch built for CUDA. It is forty lines.
 """
@@ -32,6 +37,7 @@ PIECE_BYTES = 16 << 10
 ROW_BYTES, SECTION_ROWS, SECTIONS = 24, 2048, 4
 _LANES = 32
 _PORTABLE_AND_MAPPED = 0x01 | 0x02
+_NON_BLOCKING = 1
 
 
 class MappedMemory:
@@ -146,6 +152,7 @@ class CopyKernel:
             self._module = context.call(cu.cuModuleLoadData, cubin)
             try:
                 self._function = context.call(cu.cuModuleGetFunction, self._module, NAME)
+                self._launch_nothing()
             except CudaError:
                 cu.cuModuleUnload(self._module)
                 raise
@@ -153,16 +160,26 @@ class CopyKernel:
     def __call__(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, tables: Tables) -> None:
         """Launch copies of `sizes` `[n]` bytes, in no order among them; every address is one that the device sees.
 
-        On a thread on which the context is current. Raises `CudaError` if the driver takes a launch not, `CudaLost` if
-        it never will again; launches before may be under way.
+        On a thread on which the context is current. Raises `CudaError` if the driver does not take a launch, `CudaLost`
+        if it never will again; launches before may be under way.
         """
         rows = _pieces(targets, sources, sizes)
         for begin in range(0, len(rows), tables.section_rows):
             part = rows[begin : begin + tables.section_rows]
             self._launch(tables.place(part, stream), len(part), stream)
 
+    def _launch_nothing(self) -> None:
+        """The driver loads a kernel with its first launch, and may wait for the whole context to do so: not later, when
+        streams may be waiting for what this kernel brings."""
+        stream = self._context.call(cu.cuStreamCreate, _NON_BLOCKING)
+        try:
+            self._launch(0, 0, int(stream))
+            self._context.call(cu.cuStreamSynchronize, stream)
+        finally:
+            cu.cuStreamDestroy(stream)
+
     def _launch(self, table: int, count: int, stream: int) -> None:
-        blocks = min(BLOCKS, -(-count * _LANES // THREADS))
+        blocks = max(1, min(BLOCKS, -(-count * _LANES // THREADS)))
         arguments = ((table, count), (ctypes.c_uint64, ctypes.c_uint64))
         self._context.call(cu.cuLaunchKernel, self._function, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, 0)
 

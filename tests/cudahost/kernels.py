@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from swapkv.errors import ProtocolError
 from swapkv.streams.cuda import CudaDevice
 from swapkv.streams.cuda_copies import Way
@@ -21,6 +23,8 @@ from tests.cudahost.control import driver, view_on_host
 
 T = TypeVar("T")
 LONG_S = 60.0
+STILL_PINNED: list[torch.Tensor] = []
+"""Host memory of lost contexts. Copies may still touch it: a real driver holds its pages until it is unpinned."""
 
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 driver.cuLaunchHostFunc.argtypes = [ctypes.c_void_p, _Callback, ctypes.c_void_p]
@@ -73,6 +77,11 @@ class KernelDevice(CudaDevice):
 
     def __init__(self, ordinal: int = 0, *, way: Way | None = Way.BATCH, **options: Any) -> None:
         super().__init__(ordinal, way=way, view=view_on_host, **options)
+
+    def _release(self) -> None:
+        if self.context.lost is not None:
+            STILL_PINNED.extend(arena.memory for arena in self.arenas)
+        super()._release()
 
 
 class HeldDevice(KernelDevice):
