@@ -8,12 +8,17 @@ import torch
 
 from benchmarks.gpu.rows import MakeDevice, Row, on, wait_for_torch
 from swapkv.config import SwapConfig, Verify
-from swapkv.ids import GroupId
+from swapkv.ids import GroupId, LayerId
 from swapkv.layout import KVDtype, KVLayout
 from swapkv.pool import Pool, open_pool
-from swapkv.streams.base import Region
+from swapkv.streams.base import Block, Region, Stream
+from swapkv.streams.cuda import CudaDevice
+from swapkv.streams.cuda_probe import Preference
 
 TOKENS = 24 * 16
+PAGES = 512
+ODD_PAGES = ((1, 0), (96, 32), (1000, 0), (4097, 3), (16384, 0), (65537, 79))
+"""Bytes of a page, and of the gap behind it."""
 
 
 def round_trips(make: MakeDevice) -> Iterator[Row]:
@@ -45,6 +50,43 @@ async def _round_trip(make: MakeDevice, layout: KVLayout, config: SwapConfig) ->
         for name in reversed(names):
             await pool.resume(name)
         return all(_same(was, _pages_of(pool, name)) for was, name in zip(before, names, strict=True))
+
+
+def every_way(make: MakeDevice) -> Iterator[Row]:
+    """Scattered pages of odd sizes, with and without gaps, there and back in every way that this device offers."""
+    device = make()
+    try:
+        yield from (Row("ways", f"{way}: {reason}", "missing") for way, reason in device.missing_ways.items())
+        streams = device.create_stream("ways-out"), device.create_stream("ways-in")
+        for way in device.copies.ways:
+            device.preference = Preference.of(way)
+            good = all(_there_and_back(device, streams, page_bytes, gap) for page_bytes, gap in ODD_PAGES)
+            what = f"{way.value}: pages of {', '.join(str(page_bytes) for page_bytes, _ in ODD_PAGES)} bytes"
+            yield Row("ways", what, "equal" if good else "DIFFERENT", ok=good)
+    finally:
+        device.close(10.0)
+
+
+def _there_and_back(device: CudaDevice, streams: tuple[Stream, Stream], page_bytes: int, gap: int) -> bool:
+    """Pages leave, everything is overwritten, and they return: host memory, pages and what lies between are right."""
+    generator = torch.Generator().manual_seed(page_bytes)
+    shape = (PAGES, page_bytes + gap)
+    before = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    memory = device.allocate(before.numel()).view(shape)
+    memory.copy_(before)
+    wait_for_torch()
+    pages = torch.cat([torch.randperm(PAGES // 2, generator=generator)[: PAGES // 4], torch.arange(PAGES // 2, PAGES)])
+    host = device.allocate_pinned(len(pages) * page_bytes).view(len(pages), page_bytes)
+    region = Region(layer=LayerId(0), name="pages", pages=memory[:, :page_bytes])
+    block = Block(regions=[region], pages=pages, host=[host])
+    streams[0].gather([block], Verify.NONE).wait()
+    left_well = torch.equal(host, before[pages, :page_bytes])
+    memory.zero_()
+    wait_for_torch()
+    streams[1].scatter([block], Verify.NONE).wait()
+    expected = torch.zeros_like(before)
+    expected[pages, :page_bytes] = before[pages, :page_bytes]
+    return left_well and torch.equal(memory.cpu(), expected)
 
 
 def reuse_after_cancel(make: MakeDevice) -> Iterator[Row]:

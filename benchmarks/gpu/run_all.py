@@ -2,7 +2,8 @@
 
 Prints a table and writes a JSON file with date, card, driver and versions. Exits with 1 if a check failed or a figure is
 below what is asked, with 2 if there is no GPU. Needs the repository on PYTHONPATH, torch, cuda-python and what swapkv
-itself needs; nothing else. A part that raises is reported as failed, and the others go on.
+itself needs; transformers and Triton for what is measured of them, and NVRTC (torch's wheels have it) for the copy kernel. A
+part that raises is reported as failed, and the others go on. Rows are printed and written as they come: a hang loses none.
 """
 
 import argparse
@@ -19,22 +20,27 @@ from pathlib import Path
 import attrs
 import torch
 
-from benchmarks.gpu import checks, compute, copies, latency
+from benchmarks.gpu import checks, compute, copies, latency, offloaded, streaming
 from benchmarks.gpu.rows import MakeDevice, Part, Row
 from swapkv.errors import SwapError
 from swapkv.streams.cuda import CudaDevice
 
 ANYWHERE: Sequence[Part] = (
+    checks.every_way,
     checks.round_trips,
     checks.reuse_after_cancel,
     checks.every_call,
     copies.bandwidth,
     latency.swaps,
+    streaming.streamed_attention,
+    offloaded.offloaded_cache,
 )
 """Parts that run on any CUDA driver."""
 
-ON_A_GPU: Sequence[Part] = (compute.gates, compute.overlap, compute.decode_kernel)
+ON_A_GPU: Sequence[Part] = (compute.overlap, compute.decode_kernel, compute.gates)
 """Parts that launch kernels."""
+
+PACKAGES = ("torch", "triton", "transformers", "cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc", "swapkv")
 
 LIMIT_S = 330.0
 """No part begins after this."""
@@ -66,7 +72,7 @@ def machine() -> dict[str, str]:
         "memory": f"{properties.total_memory >> 20} MiB",
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
-        **{package: _version(package) for package in ("torch", "triton", "cuda-bindings", "cuda-core", "swapkv")},
+        **{package: _version(package) for package in PACKAGES},
     }
 
 
@@ -81,7 +87,11 @@ def print_table(rows: Sequence[Row]) -> None:
     for row in rows:
         mark = {None: "  ", True: "ok", False: "!!"}[row.ok]
         value = f"{row.value:.3f}" if isinstance(row.value, float) else row.value
-        print(f"{mark}  {row.part:<20} {row.what:<70} {value:>10} {row.unit}")
+        print(f"{mark}  {row.part:<20} {row.what:<70} {value:>10} {row.unit}", flush=True)
+
+
+def write_json(file: Path, about: dict[str, str], rows: Sequence[Row]) -> None:
+    file.write_text(json.dumps({"machine": about, "rows": [attrs.asdict(row) for row in rows]}, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,11 +103,12 @@ def main(arguments: Sequence[str]) -> int:
     except SwapError as error:
         print(f"no GPU: {error}", file=sys.stderr)
         return 2
-    rows = list(run([*ANYWHERE, *ON_A_GPU], CudaDevice))
-    print_table(rows)
-    if options.json is not None:
-        result = {"machine": machine(), "rows": [attrs.asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    about, rows = machine(), []
+    for row in run([*ANYWHERE, *ON_A_GPU], CudaDevice):
+        rows.append(row)
+        print_table([row])
+        if options.json is not None:
+            write_json(options.json, about, rows)
     return int(any(row.ok is False for row in rows))
 
 
