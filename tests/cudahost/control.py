@@ -21,6 +21,7 @@ gc.freeze()  # what is imported by now stays: the collections of the tests need 
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.cudahost_calls.restype = ctypes.c_long
+driver.cudahost_stored_bytes.restype = ctypes.c_long
 driver.cudahost_configure.argtypes = [ctypes.c_int, ctypes.c_size_t]
 driver.cudahost_timing.argtypes = [ctypes.c_uint64, ctypes.c_uint]
 driver.cudahost_fail.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int]
@@ -81,6 +82,11 @@ def take_unified_addresses(*, away: bool) -> None:
 
 def calls(function: str) -> int:
     return int(driver.cudahost_calls(function.encode()))
+
+
+def stored_bytes() -> int:
+    """What all kernels have written so far."""
+    return int(driver.cudahost_stored_bytes())
 
 
 def violations() -> str:

@@ -42,6 +42,10 @@ static void *touch(const volatile void *address, size_t size) {
   return seen ? (void *)here : NULL;
 }
 
+static long stored; /* bytes, by all kernels so far */
+
+long cudahost_stored_bytes(void) { return __atomic_load_n(&stored, __ATOMIC_RELAXED); }
+
 #define ACCESS(type, name)                                \
   static type load_##name(const type *address) {          \
     type *at = touch(address, sizeof(type));              \
@@ -50,6 +54,7 @@ static void *touch(const volatile void *address, size_t size) {
   static void store_##name(type *address, type value) {   \
     type *at = touch(address, sizeof(type));              \
     if (at) *at = value;                                  \
+    __atomic_add_fetch(&stored, (long)sizeof(type), __ATOMIC_RELAXED); \
   }
 
 ACCESS(uint4, vector)

@@ -92,8 +92,9 @@ def test_every_size_at_every_alignment_arrives_and_nothing_beside_it_is_touched(
     far = [start + offset for start, (_, offset, _) in zip(starts, cases, strict=True)]
     sizes = [size for *_, size in cases]
     with opened(KernelDevice(way=Way.KERNEL)) as device:
-        both = Both(device, sum(pitch))
+        both, stored = Both(device, sum(pitch)), control.stored_bytes()
         both.move(direction, near, far, sizes)
+        assert control.stored_bytes() - stored == sum(sizes), "a byte is written by two, or not at all"
         both.require(direction, near, far, sizes)
         both.close()
         assert (
@@ -151,6 +152,28 @@ def test_host_memory_that_is_not_pinned_for_this_device_goes_by_a_batch() -> Non
         assert control.calls("cuMemcpyBatchAsync_v2") == 1
         with device.context:
             device.context.call(cu.cuMemFreeHost, foreign)
+
+
+def test_memory_is_mapped_from_its_first_byte_to_its_last_until_it_is_removed() -> None:
+    with opened(KernelDevice()) as device, device.context:
+        for begin in (4096, 12288):
+            device.mapped.add(begin, 4096)
+
+        def is_mapped(address: int, num_bytes: int) -> bool:
+            """Beside another run, which is."""
+            addresses, sizes = uint64([4096, address]), uint64([16, num_bytes])
+            seen = device.mapped.seen_by_device(addresses, sizes)
+            assert seen is None or seen.tolist() == addresses.tolist()
+            return seen is not None
+
+        assert is_mapped(4096, 4096)
+        assert is_mapped(12288 + 4095, 1)
+        for address, num_bytes in ((4095, 1), (4096, 4097), (8191, 2), (8192, 1), (12287, 2), (16384, 1)):
+            assert not is_mapped(address, num_bytes)
+        device.mapped.remove(12288)
+        assert not is_mapped(12288, 1)
+        device.mapped.remove(4096)
+        assert not is_mapped(4096, 1)
 
 
 class FailingLaunches(suite_pool.FailingOnce):
