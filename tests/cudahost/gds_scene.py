@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from tests.cudahost import gds_driver  # before kvikio is loaded
@@ -15,12 +16,14 @@ from swapkv.tiers.gds import GdsSlab
 from swapkv.tiers.gds_kvikio import KvikioFile
 from swapkv.tiers.gds_types import DeviceRead, DeviceWrite, GdsOptions, GdsOrder, GdsPath, Transfer
 from swapkv.tiers.slab import Slab
+from swapkv.tiers.slab_header import BLOCK_BYTES, payload_checksum
 from tests.cudahost import control
 from tests.cudahost.kernels import LONG_S, KernelDevice
 from tests.kit.slab import FINGERPRINT, key_of, options_of, stamped
 
 BLOCKS = 2048
-SOON_NS = 300_000_000
+SOON_NS = 1_000_000_000
+NUM_BYTES = 3 * BLOCK_BYTES + 100
 Way = tuple[GdsPath, GdsOrder]
 WAYS: list[Way] = [
     (GdsPath.DIRECT, GdsOrder.STREAM),
@@ -102,3 +105,22 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < end_s, "it never held"
         time.sleep(1e-3)
+
+
+def checksum_of(number: int, generation: int) -> bytes:
+    """Of the `NUM_BYTES` bytes of a chunk."""
+    return payload_checksum(memoryview(stamped(number, generation, NUM_BYTES)))
+
+
+@contextmanager
+def soon(tier: GdsSlab) -> Iterator[None]:
+    """Deadlines of what is begun or closed within are near; of all else they are far, however slow the machine is."""
+    slab, options, threads = tier.slab, tier.options, tier._threads
+    slab_options, far_ns = slab.options, threads._deadline_ns
+    threads._deadline_ns = SOON_NS
+    tier.options, slab.options = (
+        attrs.evolve(options, deadline_ns=SOON_NS),
+        attrs.evolve(slab.options, deadline_ns=SOON_NS),
+    )
+    yield
+    tier.options, slab.options, threads._deadline_ns = options, slab_options, far_ns

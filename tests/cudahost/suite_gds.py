@@ -230,10 +230,11 @@ def test_slab_without_room_for_the_probe_opens_and_says_that_it_is_not_probed(pa
 def test_probe_that_hangs_ends_at_its_deadline(path: Path, device: KernelDevice) -> None:
     slab = Slab(path, fingerprint=FINGERPRINT, options=options_of(BLOCKS))
     with gds_driver.holding():
-        with pytest.raises(DrainTimeout, match=r"not open and probed after 300000000 ns: .*DirectMode.NEVER"):
+        with pytest.raises(DrainTimeout, match=r"not open and probed after 1000000000 ns: .*DirectMode.NEVER"):
             GdsSlab(
                 slab, device, options=small(deadline_ns=SOON_NS), files=[lambda: KvikioFile(path, device, *DIRECT[1])]
             )
+        gds_driver.wait_held()
         assert slab.usage().used_bytes == 3 * BLOCK_BYTES, "the extent is nobody's while it may be written"
     gds_scene.wait_until(lambda: not slab.usage().used_bytes)
     slab.close()
