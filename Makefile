@@ -17,7 +17,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) -e '.[dev]'
-	$(PIP) --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger nvidia-cufile
+	$(PIP) --no-deps $(patsubst %,"%; sys_platform == 'linux'",kvikio-cu13 libkvikio-cu13 rapids-logger nvidia-cufile)
 	@touch $@
 
 demo: $(VENV)/.demo
